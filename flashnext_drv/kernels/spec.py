@@ -1,0 +1,123 @@
+"""What a kernel declares about itself, as plain data.
+
+Read by build_kernels.py (sources, macros, parameter layout), kernels/bind.py (launcher), sim/build.py (thunks),
+check/contract.py (cases) and the tables.  Stdlib only: the build imports it in an isolated environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["F32", "I32", "PTR", "U32", "U64", "Arg", "Case", "KernelSpec", "Limit"]
+
+PTR = "ptr"
+U32 = "u32"
+I32 = "i32"
+U64 = "u64"
+F32 = "f32"
+_SIZES = {PTR: 8, U64: 8, U32: 4, I32: 4, F32: 4}
+_C_TYPES = {U32: "u32", I32: "i32", U64: "u64", F32: "float"}
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One kernel parameter.
+
+    kind: PTR, U32, I32, U64 or F32.  doc: shape and dtype, or unit and range.
+    rights: for pointers "r", "w" or "rw": what the kernel does with the bytes it points to (not with what a table
+    there points to in turn).
+    """
+
+    name: str
+    kind: str
+    doc: str
+    rights: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in _SIZES:
+            raise ValueError(f"argument {self.name}: unknown kind {self.kind!r}; use one of {sorted(_SIZES)}")
+        if (self.kind == PTR) != (self.rights in ("r", "w", "rw")):
+            raise ValueError(f"argument {self.name}: rights {self.rights!r} do not fit kind {self.kind!r}")
+
+    @property
+    def size_bytes(self) -> int:
+        return _SIZES[self.kind]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Resources a kernel may use on one architecture; spill and stack are bytes a thread."""
+
+    regs: int
+    spill_bytes: int = 0
+    blocks_per_sm: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named set of dimensions under which a kernel is checked; `dims` is read by the family's case builder."""
+
+    name: str
+    dims: Mapping[str, int | float | str]
+
+    def __getitem__(self, key: str) -> int | float | str:
+        return self.dims[key]
+
+    def int(self, key: str) -> int:
+        value = self.dims[key]
+        if not isinstance(value, int):
+            raise TypeError(f"case {self.name}: {key} is {value!r}, not an int")
+        return value
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel: source, arithmetic order, parameters, launch shape, resources, reference and cases.
+
+    source: path below cuda_src.  order: name in ARITHMETIC.md ("" for kernels without a sum).
+    grid: words, one line.  block: threads, a multiple of 32.  shared_bytes: sizeof of the FN_SHARED struct, else 0.
+    defines: macros set before the source is included, besides FN_NAME, FN_NAMESPACE, FN_THREADS, FN_BLOCKS_PER_SM
+    and FN_SHARED_BYTES.  reference: "<module>.<function>" below flashnext_drv.ref.
+    bound: words, with the derivation of the tolerance against FP64.
+    """
+
+    name: str
+    source: str
+    order: str
+    args: tuple[Arg, ...]
+    grid: str
+    block: int
+    shared_bytes: int = 0
+    blocks_per_sm: int = 1
+    defines: tuple[tuple[str, str], ...] = ()
+    limits: Mapping[str, Limit] = field(default_factory=dict)
+    reference: str = ""
+    bound: str = ""
+    replaces: str = ""
+    cases: tuple[Case, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.block % 32 or not 32 <= self.block <= 1024:
+            raise ValueError(f"kernel {self.name}: block {self.block} is not a multiple of 32 in 32..1024")
+        if not 0 <= self.shared_bytes <= 49152:
+            raise ValueError(f"kernel {self.name}: shared_bytes {self.shared_bytes} outside 0..49152")
+        names = [a.name for a in self.args]
+        if len(set(names)) != len(names):
+            raise ValueError(f"kernel {self.name}: an argument name occurs twice in {names}")
+
+    def offsets(self) -> tuple[tuple[int, int], ...]:
+        """(offset, size) in bytes of every parameter, natural alignment: what the cubin must say."""
+        out, at = [], 0
+        for arg in self.args:
+            size = arg.size_bytes
+            at = (at + size - 1) // size * size
+            out.append((at, size))
+            at += size
+        return tuple(out)
+
+    def macros(self) -> tuple[tuple[str, str], ...]:
+        """Every macro the source is compiled under, in order."""
+        return (("FN_NAME", self.name), ("FN_NAMESPACE", f"ns_{self.name}"), ("FN_THREADS", str(self.block)),
+                ("FN_BLOCKS_PER_SM", str(self.blocks_per_sm)), ("FN_SHARED_BYTES", str(self.shared_bytes)),
+                *self.defines)

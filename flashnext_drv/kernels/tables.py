@@ -1,0 +1,42 @@
+"""numpy dtypes of the device tables in cuda_src/tables.cuh; a host test compares sizes and offsets of both.
+
+Used by state/tables.py (host shadows) and the contract cases.  Field meanings stand in tables.cuh.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+__all__ = ["CODEBOOKS", "FORMAT_BF16", "FORMAT_EXL3", "FORMAT_F16", "LINE", "LINEAR", "PAGE", "PAGE_TOKENS",
+           "ROUND", "ROUTE", "ROW", "RUN", "SLOT", "WEIGHT", "exl3_format"]
+
+PAGE_TOKENS: Final = 64
+FORMAT_EXL3: Final = 0
+FORMAT_F16: Final = 1
+FORMAT_BF16: Final = 2
+CODEBOOKS: Final = ("3inst", "mcg", "mul1")
+
+ROUND: Final = np.dtype([("n_rows", "<u4"), ("n_runs", "<u4"), ("rows_cap", "<u4"), ("version", "<u4")])
+ROW: Final = np.dtype([(name, "<u4") for name in
+                       ("slot", "run", "token", "position", "prev1", "prev2", "emit", "i_out")])
+RUN: Final = np.dtype([(name, "<u4") for name in ("slot", "first_row", "n_rows", "first_position")])
+SLOT: Final = np.dtype([("pages", "<u8"), ("recurrent", "<u8"), ("seed", "<u8"), ("temperature", "<f4"),
+                        ("top_p", "<f4"), ("min_p", "<f4"), ("top_k", "<u4"), ("pad0", "<u4"), ("pad1", "<u4")])
+PAGE: Final = np.dtype([("kv", "<u8"), ("index", "<u8")])
+WEIGHT: Final = np.dtype([("data", "<u8"), ("suh", "<u8"), ("svh", "<u8"), ("format", "<u4"), ("pad", "<u4")])
+LINEAR: Final = np.dtype([("w", WEIGHT), ("x", "<u8"), ("part", "<u8"), ("out", "<u8"), ("bias", "<u8"),
+                          ("k", "<u4"), ("n", "<u4"), ("leaves", "<u4"), ("segments", "<u4"),
+                          ("first_warp", "<u4"), ("n_warps", "<u4"), ("x_stride", "<u4"), ("pad", "<u4")])
+LINE: Final = np.dtype([("gate", WEIGHT), ("up", WEIGHT), ("down", WEIGHT),
+                        ("width", "<u4"), ("source", "<u4"), ("pad", "<u8")])
+ROUTE: Final = np.dtype([("expert", "<u4"), ("weight", "<f4")])
+
+
+def exl3_format(bits: float, codebook: str) -> int:
+    """The format word of an EXL3 weight.  bits: 1..8, 1.5, 2.5 or 3.5; codebook: one of CODEBOOKS."""
+    doubled = int(bits * 2)
+    if doubled != bits * 2 or not 2 <= doubled <= 16 or (doubled % 2 and (doubled > 7 or codebook != "mul1")):
+        raise ValueError(f"EXL3 width {bits} with codebook {codebook} does not exist")
+    return FORMAT_EXL3 | doubled << 8 | CODEBOOKS.index(codebook) << 16
