@@ -1,0 +1,54 @@
+// tables.cuh: the device tables that kernels dereference.  Mirrored by flashnext_drv/kernels/tables.py; a host test
+// compares sizes and offsets.  A captured launch keeps its arguments; between replays only bytes in here change.
+#pragma once
+
+// One launch round: how much of the padded grid is live.  Rows r >= n_rows return at once.
+struct FnRound { u32 n_rows, n_runs, rows_cap, version; };
+
+// One row of a round: a token of a sequence at an absolute position.  prev1 and prev2 are the two tokens before it
+// (the end-of-sequence id where the sequence has none).  emit: bit 0 logits are wanted, bit 1 a draw is wanted.
+struct FnRow { u32 slot, run, token, position, prev1, prev2, emit, i_out; };
+
+// Consecutive rows of one sequence: rows first_row .. first_row + n_rows - 1 hold positions first_position ...
+struct FnRun { u32 slot, first_row, n_rows, first_position; };
+
+// One sequence slot: where its state is, and how its tokens are drawn.
+//   pages      address of FnPage[max_pages]: entry i holds tokens 64 i .. 64 i + 63
+//   recurrent  address of the slot's recurrent state (layout: KERNELS in ARITHMETIC.md, "state")
+struct FnSlot {
+  u64 pages, recurrent, seed;
+  float temperature, top_p, min_p;
+  u32 top_k, pad0, pad1;
+};
+
+// One page of 64 tokens over all attention layers; the two addresses may lie in different memories.
+struct FnPage { u64 kv, index; };
+
+// A weight matrix of N outputs and K inputs.  format: low byte 0 = EXL3, 1 = f16, 2 = bf16;
+// EXL3: bits 8..15 twice the width in bits (2..16, 3 5 7 = 1.5 2.5 3.5), bits 16..17 codebook (0 3inst, 1 mcg, 2 mul1).
+struct FnWeight { u64 data, suh, svh; u32 format, pad; };
+
+// One linear of a launch.  data: trellis tiles [K/16][N/16], or f16/bf16 in fragment order [ceil(N/16)][K/16][256].
+//   x     f16 [rows_cap][K], the mma operand: fragment order inside each group of 16 (see ARITHMETIC.md)
+//   part  f32 [leaves * segments][rows_cap][N], sums of the K units;  out  f32 [rows_cap][N]
+struct FnLinear {
+  FnWeight w;
+  u64 x, part, out, bias;
+  u32 k, n, leaves, segments;
+  u32 first_warp, n_warps, x_stride, pad;
+};
+
+// One expert of one layer (entry E of the table is the shared expert): its three projections and its width.
+struct FnLine { FnWeight gate, up, down; u32 width, source; u64 pad; };
+
+// The expert a row's slot goes to, and its routing weight.  Slots are in rising expert id; slot k is the shared one.
+struct FnRoute { u32 expert; float weight; };
+
+#define FN_FORMAT_EXL3 0u
+#define FN_FORMAT_F16 1u
+#define FN_FORMAT_BF16 2u
+#define FN_PAGE_TOKENS 64u
+
+static_assert(sizeof(FnRound) == 16 && sizeof(FnRow) == 32 && sizeof(FnRun) == 16, "row tables");
+static_assert(sizeof(FnSlot) == 48 && sizeof(FnPage) == 16 && sizeof(FnWeight) == 32, "slot, page, weight");
+static_assert(sizeof(FnLinear) == 96 && sizeof(FnLine) == 112 && sizeof(FnRoute) == 8, "linear, line, route");
