@@ -1,0 +1,1 @@
+"""Packs on disk and in memory: configuration, tensors, manifest, synthetic packs."""
