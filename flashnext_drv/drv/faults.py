@@ -1,0 +1,167 @@
+"""What is known and done about every driver call: counts, a ring of the last ones, planned failures,
+refusals.
+
+`drv/api.py` calls `enter` before each driver call and `failed` after a bad one; tests and `tools` use the
+rest.  What must stay true: counts are kept per thread, so "the n-th call" means the same call in every run;
+and a call that would break a capture is refused by name before the driver sees it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from ..errors import UsageError
+
+__all__ = ["RESTORING", "UNSAFE", "Count", "capturing", "count_calls", "counters", "enter", "fail_nth",
+           "failed",
+           "reset_counters", "ring", "set_capturing", "silent"]
+
+# Calls that invalidate a capture in thread-local mode, or that wait: the driver would refuse them late and
+# vaguely.
+UNSAFE: Final = frozenset({
+    "cuMemAlloc", "cuMemFree", "cuMemHostAlloc", "cuMemFreeHost", "cuMemHostRegister", "cuMemHostUnregister",
+    "cuStreamSynchronize", "cuStreamQuery", "cuEventSynchronize", "cuEventQuery", "cuCtxSynchronize",
+    "cuModuleLoadData", "cuModuleUnload", "cuCtxCreate", "cuCtxDestroy", "cuStreamCreate", "cuStreamDestroy",
+    "cuEventCreate", "cuEventDestroy", "cuGraphInstantiate", "cuGraphUpload", "cuGraphLaunch",
+                           "cuGraphExecUpdate",
+    "cuGraphExecDestroy"})
+# Calls that put things back.  A planned failure reports an error but still makes the call, as a driver does
+# that reports an older error from a free: otherwise no test of "everything fails from here on" could end
+# clean.
+RESTORING: Final = frozenset({"cuCtxPopCurrent", "cuCtxDestroy", "cuDevicePrimaryCtxRelease"})
+_RING_CALLS: Final = 256
+
+
+@dataclass
+class Count:
+    """Calls made by this thread inside `count_calls`.  n: of all names.  names: in order."""
+
+    n: int = 0
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Plan:
+    nth: int
+    code: int
+    forever: bool
+    only: str | None
+    seen: int = 0
+    fired: int = 0
+
+    def hit(self, name: str) -> int:
+        if self.only is not None and name != self.only:
+            return 0
+        self.seen += 1
+        if self.seen == self.nth or (self.forever and self.seen > self.nth):
+            self.fired += 1
+            return self.code
+        return 0
+
+
+class _Thread(threading.local):
+    """Per thread: call counts, the ring, the plan, open captures."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.ring: deque[tuple[str, int]] = deque(maxlen=_RING_CALLS)
+        self.plan: _Plan | None = None
+        self.counting: list[Count] = []
+        self.captures = 0
+        self.silent = 0
+
+
+_here = _Thread()
+
+
+def enter(name: str) -> int:
+    """Note a call about to be made.  Returns 0, or the code it must fail with.
+
+    Raises UsageError when this thread is capturing and the call would break the capture.
+    """
+    here = _here
+    if here.silent:
+        return 0
+    if here.captures and name in UNSAFE:
+        raise UsageError(f"{name} while a stream of this thread is being captured",
+                         do="allocate, wait and instantiate before or after the capture")
+    here.counts[name] = here.counts.get(name, 0) + 1
+    here.ring.append((name, 0))
+    if here.counting:
+        for count in here.counting:
+            count.n += 1
+            count.names.append(name)
+    return here.plan.hit(name) if here.plan is not None else 0
+
+
+def failed(name: str, code: int) -> None:
+    """Note in the ring that the call just made returned `code`."""
+    _here.ring.append((name, code))
+
+
+def counters() -> dict[str, int]:
+    """Calls of this thread by name since it started or since `reset_counters`."""
+    return dict(_here.counts)
+
+
+def reset_counters() -> None:
+    _here.counts.clear()
+
+
+def ring() -> list[tuple[str, int]]:
+    """This thread's last calls, oldest first, as (name, 0); a call that failed follows again with its
+    code."""
+    return list(_here.ring)
+
+
+def set_capturing(change: int) -> None:
+    """+1 when a capture begins on this thread, -1 when it has ended.  Called by drv/graph.py alone."""
+    _here.captures += change
+
+
+def capturing() -> bool:
+    """Whether a stream of this thread is being captured."""
+    return _here.captures > 0
+
+
+@contextmanager
+def fail_nth(n: int, code: int = 1, *, forever: bool = False, only: str | None = None) -> Iterator[_Plan]:
+    """Make this thread's n-th driver call from here on (1-based) return `code`; with `forever` all later ones
+    too.
+
+    only: count and fail calls of this name alone.  The call itself is not made, except those of RESTORING.
+    Gives the plan: `.seen` calls counted, `.fired` failures given.
+    """
+    if n < 1:
+        raise UsageError("the call to fail is counted from 1", n=n)
+    before, _here.plan = _here.plan, _Plan(n, code, forever, only)
+    try:
+        yield _here.plan
+    finally:
+        _here.plan = before
+
+
+@contextmanager
+def count_calls() -> Iterator[Count]:
+    """Count this thread's driver calls: the length of a fault sweep is `count.n`."""
+    count = Count()
+    _here.counting.append(count)
+    try:
+        yield count
+    finally:
+        _here.counting = [c for c in _here.counting if c is not count]
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Calls in here are neither counted nor failed: for what a report or an error message looks up."""
+    _here.silent += 1
+    try:
+        yield
+    finally:
+        _here.silent -= 1
