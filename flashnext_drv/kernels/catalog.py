@@ -27,7 +27,7 @@ __all__ = ["ARCHS", "FAMILIES", "QUALIFIED", "Image", "KernelRecord", "Manifest"
            "source_root",
            "spec", "specs"]
 
-FAMILIES: Final = ("glue", "exl3", "attn", "gdn", "moe", "token", "move")
+FAMILIES: Final = ("glue", "exl3", "attn", "gdn", "moe", "moe_gemv", "token", "move", "probe")
 ARCHS: Final = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120", "sm_121")
 # GPU generations for which tests/receipts holds a run of every kernel case; all others open with a warning.
 QUALIFIED: Final[frozenset[str]] = frozenset()
@@ -123,8 +123,7 @@ def cubin_root() -> Path:
 @lru_cache(maxsize=1)
 def families() -> tuple[str, ...]:
     """Families that declare kernels, in the order of FAMILIES."""
-    here = Path(__file__).parent
-    return tuple(f for f in FAMILIES if (here / f"{f}.py").is_file() or (here / f"{f}.pyc").is_file())
+    return tuple(f for f in FAMILIES if importlib.util.find_spec(f"{__package__}.{f}") is not None)
 
 
 @cache

@@ -1,0 +1,174 @@
+"""Kernels: the images of every family on one context, and launches made from declarations.
+
+Made once per context by `engine/rank.py` and by the contract runner.  What must stay true: no image runs that
+was built from other sources or lays its parameters out otherwise than declared; a launch's arguments are
+checked by name and kind when it is made, never again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, Final
+
+import numpy as np
+
+from ..drv.context import Context
+from ..drv.memory import Span
+from ..drv.module import Launch, Module, pack
+from ..errors import BuildError, ContractError, UsageError
+from ..lifetime import Owner
+from . import catalog
+from .spec import F32, I32, PTR, U32, U64, Arg, KernelSpec
+
+__all__ = ["Kernels", "Value", "simulator_image"]
+
+Value = Span | int | float | np.integer[Any] | np.floating[Any]
+_RANGES: Final[Mapping[str, tuple[int, int]]] = {
+    PTR: (0, 2**64 - 1), U64: (0, 2**64 - 1), U32: (0, 2**32 - 1), I32: (-2**31, 2**31 - 1)}
+_SCALARS: Final[Mapping[str, Any]] = {PTR: np.uint64, U64: np.uint64, U32: np.uint32, I32: np.int32,
+                                      F32: np.float32}
+_GRID_LIMIT: Final = (2**31 - 1, 65535, 65535)
+
+
+class Kernels(Owner):
+    """Owns one module per kernel family on `ctx`.
+
+    families: by default all.  On a GPU the cubins of its architecture, in the simulator its own build of the
+    sources. warning: "" or what whoever opens the device must be told.
+    Raises BuildError when there is no image for this GPU, or it is stale or broken; ContractError when an
+    image differs from the declaration.
+    """
+
+    def __init__(self, ctx: Context, families: tuple[str, ...] | None = None, name: str = "kernels") -> None:
+        super().__init__(name, holds=(ctx,))
+        self.ctx = ctx
+        self.arch = "simulator" if ctx.facts.is_simulator else _arch(ctx)
+        self.warning = _warning(ctx)
+        self._modules: dict[str, Module] = {}
+        self._specs: dict[str, tuple[KernelSpec, str]] = {}
+        with ExitStack() as undo:
+            for family in families or catalog.families():
+                image, digest = _image(ctx, self.arch, family)
+                self._modules[family] = undo.enter_context(Module(ctx, f"{name}.{family}", image, digest))
+                for spec in catalog.specs(family):
+                    self._specs[spec.name] = (spec, family)
+            self._undo = undo.pop_all()
+
+    def names(self) -> tuple[str, ...]:
+        """Every kernel that can be launched."""
+        return tuple(self._specs)
+
+    def module(self, family: str) -> Module:
+        """The module of a family."""
+        return self._modules[family]
+
+    def launch(self, kernel: str, grid: int | tuple[int, ...], **args: Value) -> Launch:
+        """A launch of `kernel`, every argument given by its declared name.
+
+        grid: blocks in x, or (x, y), or (x, y, z).  Pointers: a Span, or a device address as int (0 where the
+        declaration allows none).  Raises ContractError on a missing, unknown or unfitting argument.
+        """
+        self.require_open()
+        if kernel not in self._specs:
+            raise ContractError(f"no kernel is called {kernel!r}", do="see kernels/catalog.py")
+        spec, family = self._specs[kernel]
+        _names_fit(spec, args)
+        values = [_value(spec, arg, args[arg.name]) for arg in spec.args]
+        arenas = {id(v.arena): v.arena for v in args.values() if isinstance(v, Span)}
+        function = self._modules[family].function(kernel)
+        return Launch(function, _grid(spec, grid), spec.block, 0, pack(spec.offsets(), values),
+                      holds=tuple(arenas.values()))
+
+    def close(self) -> None:
+        """Unload every module.  Raises UsageError, with nothing done, while a graph holds one of them."""
+        used = sorted({name for module in self._modules.values() for name in module.borrowers()})
+        if used and not self.closed:
+            raise UsageError(f"Kernels {self.name} cannot be closed", because=f"used by {', '.join(used)}",
+                             do="close those first")
+        super().close()
+
+    def _release(self) -> None:
+        self._modules.clear()
+        self._undo.close()
+
+
+def simulator_image(family: str) -> bytes:
+    """What stands for a cubin in the simulator: it runs its own build, and refuses another digest."""
+    return b"FLASHNEXT-SIM\0" + family.encode() + b"\0" + catalog.image_digest(family).encode() + b"\0"
+
+
+def _arch(ctx: Context) -> str:
+    return catalog.pick_arch(ctx.facts.cc, catalog.manifest().archs(), gpu=str(ctx.facts))
+
+
+def _image(ctx: Context, arch: str, family: str) -> tuple[bytes, str]:
+    digest = catalog.image_digest(family)
+    if ctx.facts.is_simulator:
+        return simulator_image(family), digest
+    image = catalog.manifest().image(family, arch)
+    if image.source_digest != digest:
+        raise BuildError(f"the kernel image of family {family} for {arch} is stale",
+                         because="it was built from other sources than lie here",
+                         do="run python build_kernels.py")
+    for spec in catalog.specs(family):
+        record = image.kernels.get(spec.name)
+        if record is None:
+            raise ContractError(f"kernel {spec.name} is not in the image of family {family} for {arch}")
+        if record.params != spec.offsets():
+            raise ContractError(f"kernel {spec.name} takes other parameters than declared",
+                                image=record.params,
+                                declared=spec.offsets())
+        if record.shared_bytes != spec.shared_bytes or record.max_threads < spec.block:
+            raise ContractError(f"kernel {spec.name} was built for another launch than declared",
+                                shared_bytes=record.shared_bytes, declared_shared_bytes=spec.shared_bytes,
+                                max_threads=record.max_threads, declared_block=spec.block)
+    return image.read(), digest
+
+
+def _warning(ctx: Context) -> str:
+    generation = f"{ctx.facts.cc[0]}.{ctx.facts.cc[1]}"
+    if ctx.facts.is_simulator or generation in catalog.QUALIFIED:
+        return ""
+    return (f"{ctx.facts} has no receipt: the kernels were not yet compared byte for byte on compute capability "
+            f"{generation}; run flashnext-drv check before you rely on the results")
+
+
+def _names_fit(spec: KernelSpec, args: Mapping[str, Value]) -> None:
+    declared = {arg.name for arg in spec.args}
+    missing = [arg.name for arg in spec.args if arg.name not in args]
+    unknown = sorted(set(args) - declared)
+    if missing or unknown:
+        found = f"missing {missing}" if missing else ""
+        found += f"{', ' if found else ''}unknown {unknown}" if unknown else ""
+        raise ContractError(f"arguments of kernel {spec.name} do not fit", because=found)
+
+
+def _value(spec: KernelSpec, arg: Arg, value: Value) -> np.generic:
+    scalar: np.generic
+    if arg.kind == F32:
+        if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+            raise ContractError(f"argument {arg.name} of kernel {spec.name} is no number", given=value)
+        scalar = np.float32(value)
+        return scalar
+    if isinstance(value, Span):
+        if arg.kind != PTR:
+            raise ContractError(f"argument {arg.name} of kernel {spec.name} is {arg.kind}, not a pointer",
+                                given=value.name)
+        value.arena.require_open()
+        value = value.address
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ContractError(f"argument {arg.name} of kernel {spec.name} is no {arg.kind}", given=value)
+    low, high = _RANGES[arg.kind]
+    if not low <= int(value) <= high:
+        raise ContractError(f"argument {arg.name} of kernel {spec.name} is outside {arg.kind}", given=value)
+    scalar = _SCALARS[arg.kind](int(value))
+    return scalar
+
+
+def _grid(spec: KernelSpec, grid: int | tuple[int, ...]) -> tuple[int, int, int]:
+    given = (grid,) if isinstance(grid, int) else tuple(grid)
+    x, y, z = (*given, 1, 1, 1)[:3]
+    if len(given) > 3 or any(not 1 <= n <= most for n, most in zip((x, y, z), _GRID_LIMIT, strict=True)):
+        raise ContractError(f"grid of kernel {spec.name} is not possible", grid=grid, limit=_GRID_LIMIT)
+    return int(x), int(y), int(z)
