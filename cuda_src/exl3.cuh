@@ -1,0 +1,418 @@
+// exl3.cuh: products with weights, shared by linear_*, moe_* and every kernel that prepares or finishes a linear.
+//
+// Public helpers (all lanes of a warp must call those marked W):
+//   fn_dot_segments(k, n, leaves)                     segments of a leaf, the rule of the order
+//   fn_unit_range(k, units, unit, k0, k1)             the k range of one unit
+//   fn_frag_pos(k)                                    where element k of an operand row lies (fragment order)
+//   fn_store_frag4(row, k, v)                         4 consecutive f16 operand elements into fragment order
+//   fn_sum_units(part, leaves, segments, stride)      order part_sum_v1 of one output; fn_sum_units4: of 4 neighbours
+//   fn_exl3_rotate_in(v, suh)                       W x * suh, Hadamard; v = elements 4 lane .. 4 lane + 3 of a block
+//   fn_exl3_rotate_out(v, svh)                      W Hadamard, * svh
+//   fn_linear_store_input(v, linear, row, block)    W rotate (EXL3) or not, round to f16, store the operand
+//   fn_linear_finish_block(linear, rows_cap, row, block, v)  W units summed and finished (EXL3: rotated, svh, bias)
+//   fn_bf16_split(h2, hi, lo)                         two f16 into exact bf16 hi + lo
+//   fn_weight_dot<ROW_TILES, PLAIN>(...)            W 32 outputs x one k range x up to 8 ROW_TILES rows
+//
+// Alignment: trellis data 4 bytes, plain data 16, suh, svh, bias and operand rows 8, part 16 (where n % 4 == 0).
+// Orders: exl3_dot_v1, plain_dot_v1, part_sum_v1 in ARITHMETIC.md.  Format: EXL3 notes, sections 4 and 5.
+#pragma once
+#include "prelude.cuh"
+#include "warp.cuh"
+#include "mma.cuh"
+#include "tables.cuh"
+
+// ---- units ---------------------------------------------------------------------------------------------------
+
+FN_DEVICE u32 fn_dot_segments(u32 k, u32 n, u32 leaves) {
+    u32 leaf = k / leaves, s = 1;
+    while (s < 32u && (u64)(2u * s) * n <= 49152u && (leaf & (32u * s - 1u)) == 0 && leaf >= 512u * s) s *= 2u;
+    return s;
+}
+
+FN_DEVICE void fn_unit_range(u32 k, u32 units, u32 unit, u32& k0, u32& k1) {
+    u32 size = k / units;
+    k0 = unit * size;
+    k1 = k0 + size;
+}
+
+FN_DEVICE float fn_sum_leaf(const float* part, u32 segments, u64 stride) {
+    float sum = part[0];
+    for (u32 s = 1; s < segments; s++) sum = fn_add(sum, part[s * stride]);
+    return sum;
+}
+
+// part: the output's value of unit 0; stride: floats between units.  Segments of a leaf in rising order, leaves by the
+// canonical tree ((0+1)+(2+3))+((4+5)+(6+7)); leaves is 1, 2, 4 or 8.
+FN_DEVICE float fn_sum_units(const float* part, u32 leaves, u32 segments, u64 stride) {
+    float sum = 0.f, one = 0.f, two = 0.f, four = 0.f;  // finished subtrees that wait for their right neighbour
+    for (u32 leaf = 0; leaf < leaves; leaf++) {
+        sum = fn_sum_leaf(part + leaf * segments * stride, segments, stride);
+        if (!(leaf & 1u)) { one = sum; continue; }
+        sum = fn_add(one, sum);
+        if (!(leaf & 2u)) { two = sum; continue; }
+        sum = fn_add(two, sum);
+        if (!(leaf & 4u)) { four = sum; continue; }
+        sum = fn_add(four, sum);
+    }
+    return sum;
+}
+
+FN_DEVICE void fn_add4(float (&sum)[4], const float (&left)[4]) {  // sum = left + sum
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum[i] = fn_add(left[i], sum[i]);
+}
+FN_DEVICE void fn_copy4(float (&to)[4], const float (&from)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) to[i] = from[i];
+}
+
+// The same for four neighbouring outputs; part 16-byte aligned, stride a multiple of 4.
+FN_DEVICE void fn_sum_units4(const float* part, u32 leaves, u32 segments, u64 stride, float (&v)[4]) {
+    float one[4] = {0.f, 0.f, 0.f, 0.f}, two[4] = {0.f, 0.f, 0.f, 0.f}, four[4] = {0.f, 0.f, 0.f, 0.f};
+    for (u32 leaf = 0; leaf < leaves; leaf++) {
+        const float* at = part + leaf * segments * stride;
+        float4 p = fn_ld(reinterpret_cast<const float4*>(at));
+        v[0] = p.x, v[1] = p.y, v[2] = p.z, v[3] = p.w;
+#pragma unroll 4
+        for (u32 s = 1; s < segments; s++) {
+            p = fn_ld(reinterpret_cast<const float4*>(at + s * stride));
+            v[0] = fn_add(v[0], p.x), v[1] = fn_add(v[1], p.y), v[2] = fn_add(v[2], p.z), v[3] = fn_add(v[3], p.w);
+        }
+        if (!(leaf & 1u)) { fn_copy4(one, v); continue; }
+        fn_add4(v, one);
+        if (!(leaf & 2u)) { fn_copy4(two, v); continue; }
+        fn_add4(v, two);
+        if (!(leaf & 4u)) { fn_copy4(four, v); continue; }
+        fn_add4(v, four);
+    }
+}
+
+// ---- operands ------------------------------------------------------------------------------------------------
+
+FN_DEVICE u32 fn_frag_pos(u32 k) {
+    return (k & ~15u) + 4u * ((k & 7u) >> 1) + 2u * ((k >> 3) & 1u) + (k & 1u);
+}
+
+// Elements k .. k + 3 (k % 4 == 0) of an operand row that starts at `row`.
+FN_DEVICE void fn_store_frag4(u16* row, u32 k, const float (&v)[4]) {
+    u32* at = reinterpret_cast<u32*>(row + fn_frag_pos(k));
+    at[0] = fn_pack_h2(v[0], v[1]);
+    at[2] = fn_pack_h2(v[2], v[3]);
+}
+
+FN_DEVICE void fn_load_h4(const u16* p, float (&v)[4]) {
+    uint2 h = fn_ldg(reinterpret_cast<const uint2*>(p));
+    v[0] = fn_h2f((u16)h.x), v[1] = fn_h2f((u16)(h.x >> 16));
+    v[2] = fn_h2f((u16)h.y), v[3] = fn_h2f((u16)(h.y >> 16));
+}
+
+// suh: of the block's first input.
+FN_DEVICE void fn_exl3_rotate_in(float (&v)[4], const u16* suh) {
+    float s[4];
+    fn_load_h4(suh + 4u * (threadIdx.x & 31u), s);
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], s[i]);
+    fn_hadamard128(v);
+}
+
+// svh: of the block's first output.
+FN_DEVICE void fn_exl3_rotate_out(float (&v)[4], const u16* svh) {
+    float s[4];
+    fn_load_h4(svh + 4u * (threadIdx.x & 31u), s);
+    fn_hadamard128(v);
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], s[i]);
+}
+
+FN_DEVICE bool fn_is_exl3(const FnWeight& w) { return (w.format & 255u) == FN_FORMAT_EXL3; }
+
+// v: inputs 128 block + 4 lane .. + 3 of the row (any value beyond k, which only plain weights have).
+FN_DEVICE void fn_linear_store_input(float (&v)[4], const FnLinear& linear, u32 row, u32 block) {
+    u32 k = 128u * block + 4u * (threadIdx.x & 31u);
+    if (fn_is_exl3(linear.w)) fn_exl3_rotate_in(v, reinterpret_cast<const u16*>(linear.w.suh) + 128u * block);
+    if (k < linear.k) fn_store_frag4(reinterpret_cast<u16*>(linear.x) + (u64)row * linear.x_stride, k, v);
+}
+
+// v: finished outputs 128 block + 4 lane .. + 3; zero beyond n.
+FN_DEVICE void fn_linear_finish_block(const FnLinear& linear, u32 rows_cap, u32 row, u32 block, float (&v)[4]) {
+    u32 n = linear.n, at = 128u * block + 4u * (threadIdx.x & 31u);
+    u64 stride = (u64)rows_cap * n;
+    const float* part = reinterpret_cast<const float*>(linear.part) + (u64)row * n + at;
+    if ((n & 3u) == 0 && at < n) {
+        fn_sum_units4(part, linear.leaves, linear.segments, stride, v);
+    } else {
+#pragma unroll
+        for (u32 i = 0; i < 4; i++)
+            v[i] = at + i < n ? fn_sum_units(part + i, linear.leaves, linear.segments, stride) : 0.f;
+    }
+    if (!fn_is_exl3(linear.w)) return;
+    fn_exl3_rotate_out(v, reinterpret_cast<const u16*>(linear.w.svh) + 128u * block);
+    if (linear.bias) {
+        float b[4];
+        fn_load_h4(reinterpret_cast<const u16*>(linear.bias) + at, b);
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = fn_add(v[i], b[i]);
+    }
+}
+
+// hi = bf16(x) (RN), lo = x - hi, which bf16 holds exactly; lo is +0 where hi is not finite.
+FN_DEVICE void fn_bf16_split(u32 h2, u32& hi, u32& lo) {
+    u16 h[2], l[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float x = fn_h2f((u16)(h2 >> 16 * i));
+        h[i] = fn_f2b(x);
+        l[i] = (h[i] & 0x7f80u) == 0x7f80u ? (u16)0 : fn_f2b(fn_sub(x, fn_b2f(h[i])));
+    }
+    hi = fn_pack_h2(h[0], h[1]);
+    lo = fn_pack_h2(l[0], l[1]);
+}
+
+// ---- codebooks: two 16-bit states -> two f16 weights in a word ------------------------------------------------
+
+template <u32 CODEBOOK> FN_DEVICE u32 fn_codebook2(u32 low, u32 high);
+
+template <> FN_DEVICE u32 fn_codebook2<2>(u32 low, u32 high) {  // mul1: f16(1024 + byte sum), one fma
+    u32 h0 = fn_dp4a_u8(low * 0x83DCD12Du, 0x01010101u, 0x6400u);
+    u32 h1 = fn_dp4a_u8(high * 0x83DCD12Du, 0x01010101u, 0x6400u);
+    return fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0xC931C931u);
+}
+FN_DEVICE u32 fn_codebook_halves(u32 x0, u32 x1) {
+    x0 = (x0 & 0x8FFF8FFFu) ^ 0x3B603B60u;
+    x1 = (x1 & 0x8FFF8FFFu) ^ 0x3B603B60u;
+    return fn_hadd2(fn_prmt(x0, x1, 0x5410u), fn_prmt(x0, x1, 0x7632u));
+}
+template <> FN_DEVICE u32 fn_codebook2<1>(u32 low, u32 high) {  // mcg
+    return fn_codebook_halves(low * 0xCBAC1FEDu, high * 0xCBAC1FEDu);
+}
+template <> FN_DEVICE u32 fn_codebook2<0>(u32 low, u32 high) {  // 3inst
+    return fn_codebook_halves(low * 89226354u + 64248484u, high * 89226354u + 64248484u);
+}
+
+// ---- the tile's ring -------------------------------------------------------------------------------------------
+
+// Width w2 / 2 bits.  Lane l owns stream positions 8 l .. 8 l + 7; its windows end at stream bit 4 w2 (l + 1), and
+// window j ends fn_ring_behind(w2, j) bits earlier.
+FN_DEVICE constexpr u32 fn_ring_behind(u32 w2, u32 j) { return 4 * w2 - (j + 1) * w2 / 2; }
+// Bits from the start of a lane's first window to the end of the word in which its last one ends, at most.
+FN_DEVICE constexpr u32 fn_ring_span(u32 w2) {
+    u32 most = 0;
+    for (u32 lane = 0; lane < 32; lane++) {
+        u32 bits = (32 - 4 * w2 * (lane + 1) % 32) % 32 + 16 + fn_ring_behind(w2, 0);
+        if (bits > most) most = bits;
+    }
+    return most;
+}
+
+template <u32 W2> struct FnRing {
+    static constexpr u32 kWords = 4 * W2;       // 32-bit words of a tile
+    static constexpr u32 kTileBytes = 16 * W2;
+    static constexpr bool kAligned = W2 % 8 == 0;                              // windows end with a word in every lane
+    static constexpr u32 kVector = (16 + fn_ring_behind(W2, 0) + 31) / 32;     // words that hold all windows, shifted
+    static constexpr u32 kLoads = (fn_ring_span(W2) + 31) / 32;                // words that hold them, as stored
+    static constexpr bool kTwoOffsets = kLoads == 2 || W2 >= 10;  // from 5 bits on word 1 is always just below word 0
+    static_assert(kLoads == 2 || kLoads == 3, "two or three words a lane");
+
+    u32 shift, low, middle, high;  // bits behind the last window; byte offsets of words 0, 1 and the last
+
+    FN_DEVICE FnRing(u32 lane) {
+        u32 end = 4 * W2 * (lane + 1), word = (end - 1) >> 5;
+        shift = (0u - end) & 31u;
+        low = 4u * word;
+        middle = 4u * ((word + kWords - 1) % kWords);
+        high = 4u * ((word + kWords - (kLoads - 1)) % kWords);
+    }
+    FN_DEVICE void load(const u8* tile, u32 (&w)[kLoads]) const {
+        w[0] = fn_ldg(reinterpret_cast<const u32*>(tile + low));
+        if (kLoads == 3) w[1] = fn_ldg(reinterpret_cast<const u32*>(kTwoOffsets ? tile + low - 4 : tile + middle));
+        w[kLoads - 1] = fn_ldg(reinterpret_cast<const u32*>(tile + high));
+    }
+    template <u32 OFFSET> static FN_DEVICE u32 window(const u32 (&v)[3]) {
+        constexpr u32 q = OFFSET / 32, r = OFFSET % 32;
+        if (r == 0) return v[q] & 0xffffu;
+        if (r == 8) return fn_prmt(v[q], 0, 0x4421u);
+        if (r == 16) return v[q] >> 16;
+        return (r < 16 ? v[q] >> r : fn_funnel_r(v[q], v[q + 1 < 3 ? q + 1 : 2], r)) & 0xffffu;
+    }
+    // Windows J and J + 16 / width (16 bits later, so nearer to the end) from one word: widths 4 and 8.
+    template <u32 J> static FN_DEVICE void pair(const u32 (&v)[3], u32 (&state)[8]) {
+        constexpr u32 later = J + 32 / W2, q = fn_ring_behind(W2, later) / 32, r = fn_ring_behind(W2, later) % 32;
+        u32 both = r ? fn_funnel_r(v[q], v[q + 1 < 3 ? q + 1 : 2], r) : v[q];
+        state[later] = both & 0xffffu;
+        state[J] = both >> 16;
+    }
+    FN_DEVICE void states(const u32 (&w)[kLoads], u32 (&state)[8]) const {
+        u32 v[3] = {0, 0, 0};
+#pragma unroll
+        for (u32 i = 0; i < kVector; i++)
+            v[i] = kAligned ? w[i] : i + 1 < kLoads ? fn_funnel_r(w[i], w[i + 1], shift) : w[i] >> shift;
+        if constexpr (W2 == 8) {
+            pair<0>(v, state), pair<1>(v, state), pair<2>(v, state), pair<3>(v, state);
+        } else if constexpr (W2 == 16) {
+            pair<0>(v, state), pair<1>(v, state), pair<4>(v, state), pair<5>(v, state);
+        } else {
+            state[0] = window<fn_ring_behind(W2, 0)>(v), state[1] = window<fn_ring_behind(W2, 1)>(v);
+            state[2] = window<fn_ring_behind(W2, 2)>(v), state[3] = window<fn_ring_behind(W2, 3)>(v);
+            state[4] = window<fn_ring_behind(W2, 4)>(v), state[5] = window<fn_ring_behind(W2, 5)>(v);
+            state[6] = window<fn_ring_behind(W2, 6)>(v), state[7] = window<fn_ring_behind(W2, 7)>(v);
+        }
+    }
+};
+
+// ---- weights of a warp: two neighbouring tiles of 16 outputs, one k step of 16 at a time ------------------------
+
+template <u32 W2, u32 CODEBOOK> struct FnTrellis {
+    static constexpr u32 kDepth = W2 <= 8 ? 4 : W2 <= 10 ? 3 : 2;  // k steps whose words are on their way
+    static constexpr bool kBf16 = false;
+    struct Step { u32 w[2][FnRing<W2>::kLoads]; };
+
+    FnRing<W2> ring;
+    const u8* data;  // the pair's first tile at the first k step
+    u32 row_bytes;   // one k step further
+
+    FN_DEVICE FnTrellis(const FnWeight& w, u32, u32 n, u32 pair, u32 step0) : ring(threadIdx.x & 31u) {
+        row_bytes = n / 16u * FnRing<W2>::kTileBytes;
+        data = reinterpret_cast<const u8*>(w.data) + (u64)step0 * row_bytes + 2u * pair * FnRing<W2>::kTileBytes;
+    }
+    FN_DEVICE void load(u32 step, Step& s) const {
+        const u8* tile = data + (u64)step * row_bytes;
+        ring.load(tile, s.w[0]);
+        ring.load(tile + FnRing<W2>::kTileBytes, s.w[1]);
+    }
+    FN_DEVICE void operand(const Step& s, int i, u32 (&a)[4]) const {
+        u32 state[8];
+        ring.states(s.w[i], state);
+        a[0] = fn_codebook2<CODEBOOK>(state[0], state[1]);
+        a[1] = fn_codebook2<CODEBOOK>(state[4], state[5]);
+        a[2] = fn_codebook2<CODEBOOK>(state[2], state[3]);
+        a[3] = fn_codebook2<CODEBOOK>(state[6], state[7]);
+    }
+};
+
+template <bool BF16> struct FnPlain {
+    static constexpr u32 kDepth = BF16 ? 2 : 4;
+    static constexpr bool kBf16 = BF16;
+    struct Step { uint4 w[2]; };
+
+    const uint4* data;  // this lane's words of the pair's first tile at the first k step
+    u32 other;          // steps to the second tile, 0 if there is none
+
+    FN_DEVICE FnPlain(const FnWeight& w, u32 k, u32 n, u32 pair, u32 step0) {
+        u32 steps = k / 16u;
+        data = reinterpret_cast<const uint4*>(w.data) + ((u64)(2u * pair) * steps + step0) * 32u + (threadIdx.x & 31u);
+        other = 16u * (2u * pair + 1u) < n ? steps : 0u;
+    }
+    FN_DEVICE void load(u32 step, Step& s) const {
+        s.w[0] = fn_ldg(data + (u64)step * 32u);
+        s.w[1] = other ? fn_ldg(data + (u64)(step + other) * 32u) : make_uint4(0, 0, 0, 0);
+    }
+    FN_DEVICE void operand(const Step& s, int i, u32 (&a)[4]) const {
+        a[0] = s.w[i].x, a[1] = s.w[i].y, a[2] = s.w[i].z, a[3] = s.w[i].w;
+    }
+};
+
+// The warp's operand rows: lane 4 g + t reads row g (and g + 8).  Rows that are not live are fed as zeros.
+template <u32 ROW_TILES> struct FnRows {
+    const u16* at[ROW_TILES];  // the lane's row at the first k step, plus 4 t halves
+    bool live[ROW_TILES];
+
+    FN_DEVICE void load(u32 step, uint2 (&b)[ROW_TILES]) const {
+#pragma unroll
+        for (u32 i = 0; i < ROW_TILES; i++)
+            b[i] = live[i] ? fn_ldg(reinterpret_cast<const uint2*>(at[i] + 16u * step)) : make_uint2(0, 0);
+    }
+};
+
+// d[tile][row tile] += weights x rows over n_steps k steps, k rising.
+template <class Weights, u32 ROW_TILES>
+FN_DEVICE void fn_dot_run(const Weights& weights, const FnRows<ROW_TILES>& rows, u32 n_steps,
+                          float (&d)[2][ROW_TILES][4]) {
+    constexpr u32 depth = Weights::kDepth;
+    typename Weights::Step words[depth];
+    uint2 x[depth][ROW_TILES];
+#pragma unroll
+    for (u32 i = 0; i < depth; i++) {
+        if (i < n_steps) {
+            weights.load(i, words[i]);
+            rows.load(i, x[i]);
+        }
+    }
+    for (u32 first = 0; first < n_steps; first += depth) {
+#pragma unroll
+        for (u32 i = 0; i < depth; i++) {
+            if (first + i >= n_steps) return;
+            u32 b[ROW_TILES][2];
+#pragma unroll
+            for (u32 r = 0; r < ROW_TILES; r++) b[r][0] = x[i][r].x, b[r][1] = x[i][r].y;
+#pragma unroll
+            for (int tile = 0; tile < 2; tile++) {
+                u32 a[4];
+                weights.operand(words[i], tile, a);
+#pragma unroll
+                for (u32 r = 0; r < ROW_TILES; r++) {
+                    if constexpr (Weights::kBf16) {
+                        u32 hi[2], lo[2];
+                        fn_bf16_split(b[r][0], hi[0], lo[0]);
+                        fn_bf16_split(b[r][1], hi[1], lo[1]);
+                        fn_mma_bf16(d[tile][r], a, hi);
+                        fn_mma_bf16(d[tile][r], a, lo);
+                    } else {
+                        fn_mma_f16(d[tile][r], a, b[r]);
+                    }
+                }
+            }
+            if (first + i + depth < n_steps) {
+                weights.load(first + i + depth, words[i]);
+                rows.load(first + i + depth, x[i]);
+            }
+        }
+    }
+}
+
+// Outputs 32 pair .. 32 pair + 31 of weights w (k inputs, n outputs) over inputs k0 .. k1 - 1, from zero accumulators.
+// rows: at the row's start (this adds k0 and the lane's place).  With g = lane / 4, t = lane % 4: d[i][r][0], [1] are
+// output 32 pair + 16 i + g of rows 8 r + 2 t, + 1; d[i][r][2], [3] of output + 8.  Unknown formats give NaN.
+template <u32 ROW_TILES, bool PLAIN>
+FN_DEVICE void fn_weight_dot(const FnWeight& w, u32 k, u32 n, u32 pair, u32 k0, u32 k1, FnRows<ROW_TILES> rows,
+                             float (&d)[2][ROW_TILES][4]) {
+    u32 n_steps = (k1 - k0) / 16u, step0 = k0 / 16u;
+#pragma unroll
+    for (u32 r = 0; r < ROW_TILES; r++) {
+        rows.at[r] += k0 + 4u * (threadIdx.x & 3u);
+#pragma unroll
+        for (int i = 0; i < 8; i++) d[i >> 2][r][i & 3] = 0.f;
+    }
+#define FN_DOT(...) fn_dot_run<__VA_ARGS__, ROW_TILES>(__VA_ARGS__(w, k, n, pair, step0), rows, n_steps, d)
+#define FN_TRELLIS(w2, codebook)                    \
+    case FN_FORMAT_EXL3 | w2 << 8 | codebook << 16: \
+        FN_DOT(FnTrellis<w2, codebook>);            \
+        return;
+#define FN_WIDTHS(codebook)                                                                   \
+    FN_TRELLIS(2, codebook) FN_TRELLIS(4, codebook) FN_TRELLIS(6, codebook) FN_TRELLIS(8, codebook) \
+    FN_TRELLIS(10, codebook) FN_TRELLIS(12, codebook) FN_TRELLIS(14, codebook) FN_TRELLIS(16, codebook)
+    switch (w.format) {
+        FN_WIDTHS(0)
+        FN_WIDTHS(1)
+        FN_WIDTHS(2)
+        FN_TRELLIS(3, 2)
+        FN_TRELLIS(5, 2)
+        FN_TRELLIS(7, 2)
+    }
+    if constexpr (PLAIN) {
+        if (w.format == FN_FORMAT_F16) {
+            FN_DOT(FnPlain<false>);
+            return;
+        }
+        if (w.format == FN_FORMAT_BF16) {
+            FN_DOT(FnPlain<true>);
+            return;
+        }
+    }
+#undef FN_DOT
+#undef FN_TRELLIS
+#undef FN_WIDTHS
+#pragma unroll
+    for (u32 r = 0; r < ROW_TILES; r++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) d[i >> 2][r][i & 3] = fn_nan();
+}

@@ -1,0 +1,43 @@
+// linear_gemv: partial sums of several linears for at most 8 FN_ROW_TILES rows; each linear has its own format.
+// Contract    linears[j].x (rows_cap, x_stride) f16 operands, linears[j].w -> linears[j].part (units, rows_cap, n) f32,
+//             rows < n_rows and outputs < n only.  rows_cap <= 8 FN_ROW_TILES.  EXL3: k, n % 128 == 0; plain: k % 16
+//             == 0, any n >= 1.  n_warps = ceil(n / 32) * units; first_warp counts warps of the linears before.
+// Launch      grid (ceil(total warps / 4)), block 128.  Warp: 32 outputs of one unit, all rows.
+// Arithmetic  orders exl3_dot_v1 and plain_dot_v1: one chain of k16 mma steps a unit, k rising, from zero; bf16: the
+//             operand as hi + lo, hi first.  Rows that are not there are zeros: rows of an mma do not meet.
+// Equality    a row's bytes do not depend on the other rows, on rows_cap or on which of n8 and n16 runs.
+// Reference   ref/exl3.py decode_linear, ref/orders.py mma_chain.
+#include "exl3.cuh"
+
+FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
+    u32 warp = blockIdx.x * (FN_THREADS / 32u) + (threadIdx.x >> 5), lane = threadIdx.x & 31u, j = 0;
+    for (u32 i = 1; i < n_linears; i++)
+        if (linears[i].first_warp <= warp) j = i;
+    const FnLinear& linear = linears[j];
+    u32 n_rows = round->n_rows, rows_cap = round->rows_cap, n = linear.n, n_pairs = (n + 31u) / 32u;
+    warp -= linear.first_warp;
+    if (n_rows == 0 || warp >= linear.n_warps) return;  // whole warps
+    u32 unit = warp / n_pairs, pair = warp - unit * n_pairs, k0, k1;
+    fn_unit_range(linear.k, linear.leaves * linear.segments, unit, k0, k1);
+
+    FnRows<FN_ROW_TILES> rows;
+    float d[2][FN_ROW_TILES][4];
+#pragma unroll
+    for (u32 r = 0; r < FN_ROW_TILES; r++) {
+        u32 row = 8u * r + (lane >> 2);
+        rows.live[r] = row < n_rows;
+        rows.at[r] = reinterpret_cast<const u16*>(linear.x) + (u64)row * linear.x_stride;
+    }
+    fn_weight_dot<FN_ROW_TILES, true>(linear.w, linear.k, n, pair, k0, k1, rows, d);
+
+    float* part = reinterpret_cast<float*>(linear.part) + (u64)unit * rows_cap * n;
+#pragma unroll
+    for (u32 r = 0; r < FN_ROW_TILES; r++) {
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+            u32 row = 8u * r + 2u * (lane & 3u) + (i & 1u);
+            u32 output = 32u * pair + 16u * (i >> 2) + 8u * (i >> 1 & 1u) + (lane >> 2);
+            if (row < n_rows && output < n) part[(u64)row * n + output] = d[i >> 2][r][i & 3];
+        }
+    }
+}
