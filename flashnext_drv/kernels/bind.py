@@ -26,8 +26,7 @@ __all__ = ["Kernels", "Value", "simulator_image"]
 Value = Span | int | float | np.integer[Any] | np.floating[Any]
 _RANGES: Final[Mapping[str, tuple[int, int]]] = {
     PTR: (0, 2**64 - 1), U64: (0, 2**64 - 1), U32: (0, 2**32 - 1), I32: (-2**31, 2**31 - 1)}
-_SCALARS: Final[Mapping[str, Any]] = {PTR: np.uint64, U64: np.uint64, U32: np.uint32, I32: np.int32,
-                                      F32: np.float32}
+_SCALARS: Final[Mapping[str, Any]] = {PTR: np.uint64, U64: np.uint64, U32: np.uint32, I32: np.int32}
 _GRID_LIMIT: Final = (2**31 - 1, 65535, 65535)
 
 
@@ -130,8 +129,8 @@ def _warning(ctx: Context) -> str:
     generation = f"{ctx.facts.cc[0]}.{ctx.facts.cc[1]}"
     if ctx.facts.is_simulator or generation in catalog.QUALIFIED:
         return ""
-    return (f"{ctx.facts} has no receipt: the kernels were not yet compared byte for byte on compute capability "
-            f"{generation}; run flashnext-drv check before you rely on the results")
+    return (f"{ctx.facts} has no receipt: the kernels were not yet compared byte for byte on compute "
+            f"capability {generation}; run flashnext-drv check before you rely on the results")
 
 
 def _names_fit(spec: KernelSpec, args: Mapping[str, Value]) -> None:

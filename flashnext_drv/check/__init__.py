@@ -1,0 +1,1 @@
+"""Checks of kernels against their declarations, references and bytes."""

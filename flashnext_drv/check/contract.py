@@ -1,0 +1,280 @@
+"""Runs a kernel's declared cases: operands up, launch, outputs down, compared with the reference and hashed.
+
+Called by `flashnext-drv check`, tests/contracts and the GPU receipts; the operands come from
+check/cases_<family>.py. What must stay true: the same case and seed give the same operand bytes on every
+machine (integer hashes, no library maths), and outputs hash alike in the simulator and on a GPU (NaNs made
+one first).
+
+Every array of a case lies in one guarded arena filled with poison, so bytes written behind an array are
+found; arrays that a kernel declares read-only are compared with what was sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ..drv import api
+from ..drv.context import Context
+from ..drv.memory import GUARD_BYTES, DeviceArena, Span, copy_to_device, copy_to_host
+from ..drv.stream import Stream
+from ..errors import ContextLost, ContractError, FlashNextError, UsageError
+from ..kernels import catalog
+from ..kernels.bind import Kernels
+from ..kernels.spec import PTR, Case, KernelSpec
+from ..ledger import Ledger
+from ..lifetime import Owner
+
+__all__ = ["CaseResult", "CheckDevice", "Operands", "Summary", "bits", "build_operands", "canonical_bytes",
+           "family_of", "hash_outputs", "main", "poison", "repeat_command", "run_all", "run_case"]
+
+Arrays = dict[str, NDArray[Any]]
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2: Final = np.uint64(0x94D049BB133111EB)
+_TIMEOUT_S: Final = 600.0
+
+
+@dataclass
+class Operands:
+    """What one case launches.
+
+    arrays: one per pointer argument, plus others that tables point to; their initial bytes.  scalars: every
+    other argument.  relocations: (array, byte offset, target array, target byte offset): the target's device
+    address is written there as u64.  outputs: arrays to hash, in order.  expect: raises AssertionError; gets
+    all arrays as they are after the run.
+    """
+
+    arrays: Arrays
+    scalars: dict[str, int | float]
+    grid: tuple[int, int, int]
+    relocations: list[tuple[str, int, str, int]]
+    outputs: tuple[str, ...]
+    expect: Callable[[Arrays], None]
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """Outputs of one case after the run, and their SHA-256 with every NaN made canonical."""
+
+    kernel: str
+    case: str
+    seed: int
+    outputs: Arrays
+    sha256: str
+
+
+@dataclass
+class Summary:
+    """What `run_all` found.  hashes: "kernel/case/seed" -> SHA-256.  failures: the same key -> text."""
+
+    device: str
+    hashes: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def n_cases(self) -> int:
+        return len(self.hashes) + len(self.failures)
+
+    def line(self) -> str:
+        """The one line that every check ends with."""
+        state = "PASS" if self.n_cases and not self.failures else "FAIL"
+        return f"SUMMARY {state} {len(self.hashes)} of {self.n_cases} kernel cases on {self.device}"
+
+
+class CheckDevice(Owner):
+    """Owns a context, a stream and the kernels, for checks.
+
+    device: "cuda", "sim" or "auto".  families: by default all.  `close` ends with an empty ledger.
+    """
+
+    def __init__(self, device: str = "auto", ordinal: int = 0,
+                 families: tuple[str, ...] | None = None) -> None:
+        super().__init__("check")
+        api.ensure(device)
+        self.ledger = Ledger()
+        with ExitStack() as undo:
+            self.ctx = undo.enter_context(Context(ordinal, ledger=self.ledger, name="check.context"))
+            self.stream = undo.enter_context(Stream(self.ctx, "check.stream"))
+            self.kernels = undo.enter_context(Kernels(self.ctx, families, "check.kernels"))
+            self._undo = undo.pop_all()
+
+    def _release(self) -> None:
+        self._undo.close()
+        self.ledger.require_empty()
+
+
+def bits(seed: int, name: str, shape: tuple[int, ...] | int) -> NDArray[np.uint32]:
+    """`shape` uint32: element i is an integer hash of (seed, name, i), the same on every machine.
+
+    The upper half of splitmix64's output at position i of the stream that SHA-256 of seed and name starts.
+    """
+    shape = (shape,) if isinstance(shape, int) else shape
+    start = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
+    z = np.arange(1, int(np.prod(shape, dtype=np.int64)) + 1, dtype=np.uint64) * _GOLDEN + np.uint64(start)
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    return ((z ^ (z >> np.uint64(31))) >> np.uint64(32)).astype(np.uint32).reshape(shape)
+
+
+def poison(shape: tuple[int, ...] | int, dtype: DTypeLike) -> NDArray[Any]:
+    """An array of 0xff bytes: NaN in every float format, the largest value of every unsigned one."""
+    out = np.empty(shape, dtype)
+    out.reshape(-1).view(np.uint8)[:] = 0xFF
+    return out
+
+
+def canonical_bytes(array: NDArray[Any]) -> bytes:
+    """The array's bytes with every NaN of a float dtype as its positive all-ones pattern."""
+    packed = np.ascontiguousarray(array)
+    if packed.dtype.kind == "f":
+        word = np.dtype(f"u{packed.dtype.itemsize}")
+        words = packed.view(word).copy()
+        words[np.isnan(packed)] = np.iinfo(word).max >> 1
+        return words.tobytes()
+    return packed.tobytes()
+
+
+def hash_outputs(outputs: Arrays) -> str:
+    """SHA-256, hex, over name, dtype, shape and canonical bytes of each array, in order."""
+    digest = hashlib.sha256()
+    for name, array in outputs.items():
+        kind = array.dtype.str if array.dtype.names is None else "struct"
+        digest.update(f"{name} {kind} {array.shape}\n".encode())
+        digest.update(canonical_bytes(array))
+    return digest.hexdigest()
+
+
+def family_of(kernel: str) -> str:
+    """The family that declares `kernel`.  Raises UsageError when none does."""
+    for family in catalog.families():
+        if any(spec.name == kernel for spec in catalog.specs(family)):
+            return family
+    raise UsageError(f"no kernel is called {kernel!r}")
+
+
+def build_operands(kernel: str, case: Case, seed: int = 0) -> Operands:
+    """The operands of one case, from check/cases_<family>.py."""
+    module = importlib.import_module(f"{__package__}.cases_{family_of(kernel)}")
+    made: Operands = module.build(kernel, case, seed)
+    return made
+
+
+def run_case(device: CheckDevice, kernel: str, case: Case, seed: int = 0,
+             operands: Operands | None = None) -> CaseResult:
+    """Run one case and check it.  operands: instead of the declared case's own, e.g. with rows permuted.
+
+    Raises ContractError naming case, seed and the command that repeats it when the outputs miss the
+    reference, bytes outside the arrays changed, or an array declared read-only did.
+    """
+    given = operands or build_operands(kernel, case, seed)
+    spec = catalog.spec(kernel)
+    sent = {name: np.ascontiguousarray(array) for name, array in given.arrays.items()}
+    _arguments_fit(spec, given)
+    size = sum(-(-array.nbytes // GUARD_BYTES) * GUARD_BYTES + 2 * GUARD_BYTES for array in sent.values())
+    with DeviceArena(device.ctx, f"check.{kernel}", max(size, GUARD_BYTES), guard=True) as arena:
+        spans = {name: arena.span(name, array.nbytes) for name, array in sent.items()}
+        sent = _relocated(sent, spans, given.relocations)
+        for name, array in sent.items():
+            copy_to_device(device.stream, spans[name], array)
+        args: dict[str, Any] = {a.name: spans[a.name] for a in spec.args if a.kind == PTR and a.name in spans}
+        device.kernels.launch(kernel, given.grid, **given.scalars, **args).run(device.stream)
+        device.stream.synchronize(_TIMEOUT_S)
+        found = {name: np.empty_like(array) for name, array in sent.items()}
+        for name, array in found.items():
+            copy_to_host(device.stream, array, spans[name])
+        arena.check_guards()
+    outputs = {name: found[name] for name in given.outputs}
+    try:
+        _inputs_kept(spec, sent, found)
+        given.expect(found)
+    except AssertionError as error:
+        raise ContractError(f"kernel {kernel} misses its contract", case=case.name, seed=seed,
+                            because=str(error),
+                            do=f"repeat with {repeat_command(kernel, case, seed)}") from error
+    return CaseResult(kernel, case.name, seed, outputs, hash_outputs(outputs))
+
+
+def repeat_command(kernel: str, case: Case, seed: int) -> str:
+    """The shortest command that runs one case again."""
+    return f"python -m flashnext_drv.check.contract {api.loaded() or 'auto'} {kernel} {case.name} {seed}"
+
+
+def run_all(device: str, kernels: Iterable[str] | None = None, seed: int = 0,
+            progress: Callable[[str], None] | None = None) -> Summary:
+    """Run every declared case of `kernels` (by default all).  A failing case does not stop the others.
+
+    progress: called with one text a case.
+    """
+    wanted = [catalog.spec(name) for name in kernels] if kernels is not None else list(catalog.specs())
+    with ExitStack() as stack:
+        check = stack.enter_context(CheckDevice(device))
+        summary = Summary(str(check.ctx.facts))
+        for spec in wanted:
+            for case in spec.cases:
+                key = f"{spec.name}/{case.name}/{seed}"
+                try:
+                    summary.hashes[key] = run_case(check, spec.name, case, seed).sha256
+                except FlashNextError as error:
+                    summary.failures[key] = f"{type(error).__name__}: {error}"
+                    if isinstance(error, ContextLost) or check.ctx.broken:
+                        stack.close()
+                        check = stack.enter_context(CheckDevice(device))
+                if progress is not None:
+                    progress(f"{'FAIL' if key in summary.failures else 'ok'} {key}")
+    return summary
+
+
+def main(argv: list[str]) -> int:
+    """`python -m flashnext_drv.check.contract DEVICE [KERNEL [CASE [SEED]]]`: print hashes, SUMMARY; 0 when
+    all pass."""
+    device = argv[0] if argv else "auto"
+    if len(argv) < 3:
+        summary = run_all(device, argv[1:2] or None, progress=lambda text: print(text, file=sys.stderr))
+        for key, digest in summary.hashes.items():
+            print(f"{digest} {key}")
+        for key, text in summary.failures.items():
+            print(f"FAIL {key}: {text}")
+        print(summary.line())
+        return 0 if not summary.failures and summary.n_cases else 1
+    seed = int(argv[3]) if len(argv) > 3 else 0
+    case = next((c for c in catalog.spec(argv[1]).cases if c.name == argv[2]), None)
+    if case is None:
+        raise UsageError(f"kernel {argv[1]} has no case {argv[2]!r}")
+    with CheckDevice(device, families=(family_of(argv[1]),)) as check:
+        print(f"{run_case(check, argv[1], case, seed).sha256} {argv[1]}/{case.name}/{seed}")
+    return 0
+
+
+def _arguments_fit(spec: KernelSpec, given: Operands) -> None:
+    pointers = {arg.name for arg in spec.args if arg.kind == PTR}
+    missing = sorted(pointers - set(given.arrays) - set(given.scalars))
+    if missing:
+        raise ContractError(f"a case of kernel {spec.name} lacks arrays", because=", ".join(missing))
+
+
+def _relocated(sent: Arrays, spans: dict[str, Span], relocations: list[tuple[str, int, str, int]]) -> Arrays:
+    out = {name: array.copy() for name, array in sent.items()}
+    for name, offset, target, target_offset in relocations:
+        address = np.array([spans[target].address + target_offset], "<u8")
+        out[name].reshape(-1).view(np.uint8)[offset:offset + 8] = address.view(np.uint8)
+    return out
+
+
+def _inputs_kept(spec: KernelSpec, sent: Arrays, found: Arrays) -> None:
+    for arg in spec.args:
+        if arg.kind == PTR and arg.rights == "r" and arg.name in sent:
+            same = sent[arg.name].tobytes() == found[arg.name].tobytes()
+            assert same, f"array {arg.name} is declared read-only and was written"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
