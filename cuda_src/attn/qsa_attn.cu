@@ -1,0 +1,186 @@
+// qsa_attn: attention of one row and kv head over one part of 64 attended tokens.
+// Contract    q16 f16 [rows_cap][n_q][256], K and V in the row's pages, sel u32 [rows_cap][budget] (rising; read only
+//             when the row sees more blocks than `budget`) -> part_m, part_l f32 [rows_cap][n_q][max_parts], part_o
+//             f32 [rows_cap][n_q][max_parts][256], parts below ceil(attended / 64) only.  n_q / n_kv is 1..16.
+//             Keys and values of tokens that are not attended are never read.
+// Launch      grid (max_parts, n_kv, rows_cap), block 128, shared 7.2 KB.
+// Arithmetic  order qsa_attn_v1.  Part p holds attended tokens 64p .. 64p+63 in position order.  s = q.k by a chain of
+//             16 mma steps over k from zero, times 1/16; m = max; e = fn_exp(s - m); l = sum of e, absent entries +0,
+//             by halves of the entry index: bit 5 first, bit 0 last; o = chain of mma steps over 16 entries each,
+//             f16(e) times v.  Steps without entries are left out (they would add zeros).  Slots of a q.k step as in
+//             index_score; of a PV step natural.
+// Equality    a row's parts depend on its own q and attended tokens alone.  NaN in a score makes m, l, o NaN.
+// Reference   ref/attn.py.  Source: QSA step 6.
+#include "attn/pages.cuh"
+#include "mma.cuh"
+
+namespace FN_NAMESPACE {
+
+struct Shared {
+    u64 key[FN_PART];   // address of each entry's key, 0: absent
+    float s[16][68];    // scores by head and entry; the pitch spreads mma stores over the banks
+    u16 e[16][72];      // f16 weights, likewise for mma loads
+};
+
+FN_DEVICE uint2 load8(u64 at, u32 step) {
+    return at != 0u ? fn_ldg(reinterpret_cast<const uint2*>(at) + 4u * step) : make_uint2(0u, 0u);
+}
+
+// Scores of this warp's 16 entries for Tiles * 8 heads.
+template <int Tiles>
+FN_DEVICE void scores(Shared& sh, const uint2 (&k0)[16], const uint2 (&k1)[16], u64 query, u32 group, u32 warp, u32 lane) {
+    u32 g = lane >> 2, t = lane & 3u;
+    float d[Tiles][4];
+    u64 q[Tiles];
+#pragma unroll
+    for (u32 n = 0; n < Tiles; n++) {
+        u32 head = 8u * n + g;
+        q[n] = head < group ? query + head * (FN_HEAD * 2u) + 8u * t : 0u;
+#pragma unroll
+        for (int i = 0; i < 4; i++) d[n][i] = 0.f;
+    }
+#pragma unroll
+    for (u32 s = 0; s < 16; s++) {
+        u32 a[4] = {k0[s].x, k1[s].x, k0[s].y, k1[s].y};
+#pragma unroll
+        for (u32 n = 0; n < Tiles; n++) {
+            uint2 w = load8(q[n], s);
+            u32 b[2] = {w.x, w.y};
+            fn_mma_f16(d[n], a, b);
+        }
+    }
+    u32 entry = 16u * warp + g;
+#pragma unroll
+    for (u32 n = 0; n < Tiles; n++) {
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) sh.s[8u * n + 2u * t + (i & 1u)][entry + 8u * (i >> 1)] = fn_mul(d[n][i], 0.0625f);
+    }
+}
+
+// o of the warp's 64 dimensions: mma row g of tile i is dimension 8g + 2i, row g + 8 the one after it, so a lane's
+// 16-byte pieces of four values feed four tiles, and it ends with 8 neighbouring dimensions of a head.
+template <int Tiles>
+FN_DEVICE void values(const Shared& sh, const uint4 (&v)[4][4], u32 live, float* out, size_t head_step, u32 group, u32 lane) {
+    u32 g = lane >> 2, t = lane & 3u;
+    float d[Tiles][4][4];
+#pragma unroll
+    for (u32 n = 0; n < Tiles; n++)
+#pragma unroll
+        for (u32 i = 0; i < 4; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) d[n][i][j] = 0.f;
+#pragma unroll
+    for (u32 s = 0; s < 4; s++) {
+        if (16u * s >= live) continue;
+        u32 b[Tiles][2];
+#pragma unroll
+        for (u32 n = 0; n < Tiles; n++)
+#pragma unroll
+            for (u32 j = 0; j < 2; j++)
+                b[n][j] = 8u * n + g < group
+                              ? *reinterpret_cast<const u32*>(&sh.e[8u * n + g][16u * s + 2u * t + 8u * j]) : 0u;
+        u32 w[4][4];
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            w[j][0] = v[s][j].x;
+            w[j][1] = v[s][j].y;
+            w[j][2] = v[s][j].z;
+            w[j][3] = v[s][j].w;
+        }
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            u32 a[4] = {(w[0][i] & 0xffffu) | w[1][i] << 16, w[0][i] >> 16 | (w[1][i] & 0xffff0000u),
+                        (w[2][i] & 0xffffu) | w[3][i] << 16, w[2][i] >> 16 | (w[3][i] & 0xffff0000u)};
+#pragma unroll
+            for (u32 n = 0; n < Tiles; n++) fn_mma_f16(d[n][i], a, b[n]);
+        }
+    }
+#pragma unroll
+    for (u32 n = 0; n < Tiles; n++)
+#pragma unroll
+        for (u32 j = 0; j < 2; j++) {
+            u32 head = 8u * n + 2u * t + j;
+            if (head >= group) continue;
+            float4* o = reinterpret_cast<float4*>(out + head * head_step + 8u * g);
+            o[0] = make_float4(d[n][0][j], d[n][0][j + 2u], d[n][1][j], d[n][1][j + 2u]);
+            o[1] = make_float4(d[n][2][j], d[n][2][j + 2u], d[n][3][j], d[n][3][j + 2u]);
+        }
+}
+
+}  // namespace FN_NAMESPACE
+
+FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const u16* q16, const u32* sel, u64 kv_offset,
+           float* part_m, float* part_l, float* part_o, u32 n_q, u32 n_kv, u32 budget, u32 max_parts)) {
+    using namespace FN_NAMESPACE;
+    FN_SHARED(Shared, sh);
+    u32 part = blockIdx.x, kv_head = blockIdx.y, r = blockIdx.z;
+    if (r >= round->n_rows) return;
+    FnRow row = rows[r];
+    u32 attended = fn_attended(row.position, budget);
+    if (part * FN_PART >= attended) return;
+    u32 live = fn_min_u32(attended - part * FN_PART, FN_PART), group = n_q / n_kv;
+    u32 tid = threadIdx.x, lane = tid & 31u, warp = tid >> 5, g = lane >> 2, t = lane & 3u;
+
+    if (tid < FN_PART) {
+        u64 at = 0u;
+        if (tid < live) {
+            u32 p = fn_attended_token(part * FN_PART + tid, row.position, budget, sel + (size_t)r * budget);
+            at = fn_key_at(fn_pages(slots, row.slot), kv_offset, p, n_kv, kv_head);
+        }
+        sh.key[tid] = at;
+    }
+    __syncthreads();
+
+    // All loads first: keys of the warp's 16 entries, values of its 64 dimensions.
+    bool scoring = 16u * warp < live;
+    uint2 k0[16], k1[16];
+    uint4 v[4][4];
+    u64 low = sh.key[16u * warp + g], high = sh.key[16u * warp + g + 8u];
+    low = low != 0u ? low + 8u * t : 0u;
+    high = high != 0u ? high + 8u * t : 0u;
+#pragma unroll
+    for (u32 s = 0; s < 16; s++) {
+        k0[s] = load8(low, s);
+        k1[s] = load8(high, s);
+    }
+    u64 to_value = fn_value_step(n_kv) + 128u * warp + 16u * g;
+#pragma unroll
+    for (u32 s = 0; s < 4; s++)
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            u64 at = sh.key[16u * s + 2u * t + (j & 1u) + 8u * (j >> 1)];
+            v[s][j] = at != 0u ? fn_ldg(reinterpret_cast<const uint4*>(at + to_value)) : make_uint4(0u, 0u, 0u, 0u);
+        }
+
+    u32 first = kv_head * group;  // the group's first query head
+    u64 query = reinterpret_cast<u64>(q16 + ((size_t)r * n_q + first) * FN_HEAD);
+    if (scoring) {
+        if (group <= 8u)
+            scores<1>(sh, k0, k1, query, group, warp, lane);
+        else
+            scores<2>(sh, k0, k1, query, group, warp, lane);
+    }
+    __syncthreads();
+
+    for (u32 h = warp; h < group; h += FN_THREADS / 32u) {
+        bool has0 = lane < live, has1 = lane + 32u < live;
+        float lowest = fn_u2f(0xff800000u);
+        float s0 = has0 ? sh.s[h][lane] : lowest, s1 = has1 ? sh.s[h][lane + 32u] : lowest;
+        float m = fn_warp_max(fn_max(s0, s1));
+        float e0 = has0 ? fn_exp(fn_sub(s0, m)) : 0.f, e1 = has1 ? fn_exp(fn_sub(s1, m)) : 0.f;
+        float l = fn_warp_sum(fn_add(e0, e1));
+        sh.e[h][lane] = fn_f2h(e0);
+        sh.e[h][lane + 32u] = fn_f2h(e1);
+        if (lane != 0u) continue;
+        size_t at = ((size_t)r * n_q + first + h) * max_parts + part;
+        part_m[at] = m;
+        part_l[at] = l;
+    }
+    __syncthreads();
+
+    float* out = part_o + (((size_t)r * n_q + first) * max_parts + part) * FN_HEAD + 64u * warp;
+    if (group <= 8u)
+        values<1>(sh, v, live, out, (size_t)max_parts * FN_HEAD, group, lane);
+    else
+        values<2>(sh, v, live, out, (size_t)max_parts * FN_HEAD, group, lane);
+}

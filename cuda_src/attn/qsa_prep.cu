@@ -1,0 +1,97 @@
+// qsa_prep: queries, keys, values and index keys of every row as the attention kernels want them.
+// Contract    q f32 [rows_cap][n_q][512] (query | gate), k v f32 [rows_cap][n_kv][256], idx f32 [rows_cap][5][128]
+//             (4 queries, raw key), rope and rope_block f32 [rows_cap][32][2] (cos, sin at the row's position and at
+//             4 * (position / 4)) -> q16 f16 [rows_cap][n_q][256], iq16 f16 [rows_cap][4][128], and into the pages of
+//             the row's sequence: K, V, the raw index key, and the pooled key of a block that the row completes.
+//             Pages are written by plain stores and may lie in mapped host memory.  Rows >= n_rows: nothing.
+// Launch      grid (ceil((n_q + 2 n_kv + 5) / 4), rows_cap), block 128, a warp per head; the last warp of row y walks
+//             the rows of run y in order for the index keys, for a pooled key needs the three raw keys before it.
+// Arithmetic  norms rms_head_v1, rotation, one rounding to f16 (order qsa_prep_v1); pooled: raw keys as stored (f16),
+//             ((k0 + k1) + (k2 + k3)) * 0.25, norm, rotation at the block's first token, one rounding (index_pool_v1).
+// Equality    independent of how tokens are cut into runs and rounds.  NaN and Inf reach the outputs.
+// Reference   ref/attn.py.  Source: QSA steps 1 to 4.
+#include "attn/pages.cuh"
+
+namespace FN_NAMESPACE {
+
+template <int N> FN_DEVICE void load(float (&v)[N], const float* x, u32 lane) {
+#pragma unroll
+    for (int i = 0; i < N; i++) v[i] = fn_ldg(x + lane + 32u * i);
+}
+
+template <int N> FN_DEVICE void store(const float (&v)[N], u16* y, u32 lane) {
+#pragma unroll
+    for (int i = 0; i < N; i++) y[lane + 32u * i] = fn_f2h(v[i]);
+}
+
+// Norm, rotation (rope_dim 64; 0 leaves it out), rounding of one head.
+template <int N>
+FN_DEVICE void finish(float (&v)[N], const float* norm, const float* rope, u32 rope_dim, float eps, u16* y, u32 lane) {
+    fn_head_norm(v, norm, eps);
+    if (rope_dim != 0u) fn_rotate(v[0], v[1], fn_ldg(reinterpret_cast<const float2*>(rope) + lane));
+    store(v, y, lane);
+}
+
+}  // namespace FN_NAMESPACE
+
+FN_KERNEL((const FnRound* round, const FnRun* runs, const FnRow* rows, const FnSlot* slots, const float* q,
+           const float* k, const float* v, const float* idx, const float* rope, const float* rope_block,
+           const float* q_norm, const float* k_norm, const float* iq_norm, const float* ik_norm, u64 kv_offset,
+           u64 index_offset, u16* q16, u16* iq16, u32 n_q, u32 n_kv, u32 rope_dim, float eps)) {
+    using namespace FN_NAMESPACE;
+    u32 r = blockIdx.y, lane = threadIdx.x & 31u;
+    if (r >= round->n_rows) return;
+    u32 head = blockIdx.x * (FN_THREADS / 32u) + (threadIdx.x >> 5);
+    const float* angles = rope + (size_t)r * 64u;
+
+    if (head < n_q) {
+        size_t at = (size_t)r * n_q + head;
+        float x[8];
+        load(x, q + at * (2u * FN_HEAD), lane);
+        finish(x, q_norm, angles, rope_dim, eps, q16 + at * FN_HEAD, lane);
+        return;
+    }
+    head -= n_q;
+    if (head < 2u * n_kv) {
+        FnRow row = rows[r];
+        bool value = head >= n_kv;
+        u32 h = value ? head - n_kv : head;
+        u64 at = fn_key_at(fn_pages(slots, row.slot), kv_offset, row.position, n_kv, h);
+        float x[8];
+        load(x, (value ? v : k) + ((size_t)r * n_kv + h) * FN_HEAD, lane);
+        if (value)
+            store(x, reinterpret_cast<u16*>(at + fn_value_step(n_kv)), lane);
+        else
+            finish(x, k_norm, angles, rope_dim, eps, reinterpret_cast<u16*>(at), lane);
+        return;
+    }
+    head -= 2u * n_kv;
+    if (head < FN_INDEX_HEADS) {
+        float x[4];
+        load(x, idx + ((size_t)r * (FN_INDEX_HEADS + 1u) + head) * FN_INDEX_HEAD, lane);
+        finish(x, iq_norm, angles, rope_dim, eps, iq16 + ((size_t)r * FN_INDEX_HEADS + head) * FN_INDEX_HEAD, lane);
+        return;
+    }
+    if (head > FN_INDEX_HEADS || r >= round->n_runs) return;
+
+    // Index keys of run r.  A lane reads back only what it wrote itself, or what an earlier launch wrote.
+    FnRun run = runs[r];
+    const FnPage* pages = fn_pages(slots, run.slot);
+    for (u32 i = 0; i < run.n_rows; i++) {
+        u32 position = run.first_position + i;
+        size_t row = run.first_row + i;
+        float x[4];
+        load(x, idx + (row * (FN_INDEX_HEADS + 1u) + FN_INDEX_HEADS) * FN_INDEX_HEAD, lane);
+        store(x, reinterpret_cast<u16*>(fn_raw_at(pages, index_offset, position)), lane);
+        if (position % FN_BLOCK_TOKENS != FN_BLOCK_TOKENS - 1u) continue;
+        const u16* raw = reinterpret_cast<const u16*>(fn_raw_at(pages, index_offset, position - 3u)) + lane;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float k0 = fn_h2f(raw[32 * j]), k1 = fn_h2f(raw[32 * j + 128]);
+            float k2 = fn_h2f(raw[32 * j + 256]), k3 = fn_h2f(raw[32 * j + 384]);
+            x[j] = fn_mul(fn_add(fn_add(k0, k1), fn_add(k2, k3)), 0.25f);
+        }
+        u64 pooled = fn_pooled_at(pages, index_offset, position / FN_BLOCK_TOKENS);
+        finish(x, ik_norm, rope_block + row * 64u, rope_dim, eps, reinterpret_cast<u16*>(pooled), lane);
+    }
+}

@@ -1,0 +1,448 @@
+"""Contract cases of the attn family: inputs, FP64 expectations from the operands as the kernels rounded
+them, and bit oracles of the orders that need neither mma nor an elementary function.
+
+Called by check/contract.py.  Pages, rows and slots come from attn_pages.py.  Bounds are derived from the
+rounding points that the declarations name; `mma_bound` is that of a chain of mma steps, for both known ways
+of summing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..kernels.spec import Case
+from ..kernels.tables import FORMAT_BF16, FORMAT_F16, LINEAR, WEIGHT, exl3_format
+from ..ref.attn import block_scores, choose_blocks
+from ..ref.orders import fma32, fma_chain, warp_sum
+from .attn_pages import BLOCK, HEAD, INDEX_HEAD, PART, Pages, attended, blocks_seen, parse_rows
+from .contract import Operands, bits
+from .operands import (
+    F16_ULP,
+    F32_ULP,
+    from_fragment,
+    linear_table,
+    near,
+    poisoned_rows,
+    round_table,
+    same_bits,
+    signed,
+    untouched,
+    within_f16,
+)
+
+__all__ = ["build", "chosen_blocks", "mma_bound"]
+
+Arrays = dict[str, NDArray[Any]]
+F64Array = NDArray[np.float64]
+EPS: Final = 1e-6
+_CUT: Final = 2.0**-23
+_LARGE: Final = 2.0**127
+_FORMATS: Final = {"f16": FORMAT_F16, "bf16": FORMAT_BF16, "exl3": exl3_format(3, "mul1")}
+
+
+def build(name: str, case: Case, seed: int) -> Operands:
+    """Operands of one case of an attention kernel.  Raises KeyError for a kernel of another family."""
+    return _BUILDERS[name](case, seed)
+
+
+def mma_bound(products: F64Array) -> F64Array:
+    """How far a chain of mma steps over the last axis (a multiple of 16) may be from the exact sum of
+    `products`.
+
+    A step cuts 17 terms below 2^-25 of the largest one and its result below 2^-23 (a 16-term step), or twice
+    9 terms below 2^-24 and 2^-23: in both cases less than 11 2^-23 of the largest term or partial sum; 1%
+    more for the partial sums' own errors.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        steps = products.reshape(*products.shape[:-1], -1, 16)
+        after = np.abs(np.cumsum(steps.sum(axis=-1), axis=-1))
+        before = np.concatenate((np.zeros_like(after[..., :1]), after[..., :-1]), axis=-1)
+        inside = np.abs(steps).sum(axis=-1)     # the second half starts from at most this beside `before`
+        return np.asarray(11.1 * _CUT * np.maximum(np.maximum(before, after), inside).sum(axis=-1))
+
+
+def _own(seed: int, name: str, rows: list[tuple[int, int]], cap: int, shape: tuple[int, ...],
+         scale: float = 1.0) -> NDArray[np.float32]:
+    """(cap, *shape): values of each row by its sequence and position; rows beyond are poison."""
+    out: NDArray[np.float32] = poisoned_rows(cap, *shape)
+    for i, (sequence, position) in enumerate(rows):
+        out[i] = signed(seed, f"{name}/{sequence}/{position}", shape, scale)
+    return out
+
+
+# ---- qsa_prep
+
+def _norm_rope(x: NDArray[np.float32], w: NDArray[np.float32], cs: NDArray[np.float32]) -> tuple[F64Array,
+                                                                                                 F64Array]:
+    """x (..., N) f32 -> norm and rotation in FP64, and the bound before the rounding to f16.  cs (32, 2)."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        v = x.astype(np.float64)
+        r = 1.0 / np.sqrt((v * v).mean(axis=-1, keepdims=True) + float(np.float32(EPS)))
+        n = v * r * (1.0 + w.astype(np.float64))
+        out, size = n.copy(), np.abs(n)
+        c, s = cs[:, 0].astype(np.float64), cs[:, 1].astype(np.float64)
+        a, b = n[..., :32], n[..., 32:64]
+        out[..., :32], out[..., 32:64] = a * c - b * s, b * c + a * s
+        size[..., :32] = np.abs(a * c) + np.abs(b * s)
+        size[..., 32:64] = np.abs(b * c) + np.abs(a * s)
+        return out, 12 * F32_ULP * size
+
+
+def _norm_rope_bits(x: NDArray[np.float32], w: NDArray[np.float32],
+                    cs: NDArray[np.float32]) -> NDArray[np.float16]:
+    """The same in the kernel's order: x (N,) f32, lane l holding elements l, l + 32, ..."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        lanes = x.reshape(-1, 32)
+        total = warp_sum(fma_chain(lanes.T, lanes.T))
+        r = np.float32(1) / np.sqrt(total * np.float32(1 / len(x)) + np.float32(EPS))
+        n = (x * r) * (np.float32(1) + w)
+        a, b, c, s = n[:32], n[32:64], cs[:, 0], cs[:, 1]
+        n[:32], n[32:64] = fma32(a, c, -(b * s)), fma32(b, c, a * s)
+        return np.asarray(n.astype(np.float16))
+
+
+def _check_head(name: str, got: NDArray[Any], x: NDArray[Any], w: NDArray[Any], cs: NDArray[Any],
+                extra: float = 0.0) -> None:
+    want, bound = _norm_rope(x, w, cs)
+    within_f16(name, got, want, bound * (1 + extra))
+    same_bits(name, got, _norm_rope_bits(x.astype(np.float32), w, cs))
+
+
+def _qsa_prep(case: Case, seed: int) -> Operands:
+    n_q, n_kv = case.int("n_q"), case.int("n_kv")
+    pages = Pages(case, seed, n_kv)
+    rows, cap = pages.rows, pages.rows_cap
+    given = {"q": (n_q, 2 * HEAD), "k": (n_kv, HEAD), "v": (n_kv, HEAD), "idx": (5, INDEX_HEAD)}
+    arrays = {name: _own(seed, name, rows, cap, shape, 2.0) for name, shape in given.items()}
+    arrays |= {name: _own(seed, name, rows, cap, (32, 2)) for name in ("rope", "rope_block")}
+    arrays |= {name: signed(seed, name, (HEAD if name in ("q_norm", "k_norm") else INDEX_HEAD,), 0.5)
+               for name in ("q_norm", "k_norm", "iq_norm", "ik_norm")}
+    for sequence, position in rows:      # raw keys that earlier rounds left in the block
+        for p in range(position // BLOCK * BLOCK, position):
+            page, entry = pages.entry(sequence, p)
+            pages.raw[page, entry] = signed(seed, f"idx/{sequence}/{p}", (5, INDEX_HEAD),
+                                            2.0)[4].astype(np.float16)
+    if case.dims.get("special") == "zeros":
+        for name in given:
+            arrays[name][:len(rows)] = 0.0
+    if case.dims.get("special") == "nonfinite":
+        arrays["q"][0, 0, 3], arrays["q"][1, 1, 255], arrays["k"][2, 0, 40] = np.nan, np.inf, -np.inf
+        arrays["k"][3, 1, 0], arrays["v"][1, 0, 7] = np.nan, np.nan
+        arrays["v"][2, 1, 8], arrays["v"][3, 0, 9] = np.inf, 1e6
+        arrays["idx"][0, 4, 100], arrays["idx"][5, 4, 2], arrays["idx"][4, 2, 0] = np.nan, -np.inf, np.nan
+    tables, moves = pages.tables()
+    arrays |= tables | {"q16": poisoned_rows(cap, n_q, HEAD, dtype=np.float16),
+                        "iq16": poisoned_rows(cap, 4, INDEX_HEAD, dtype=np.float16)}
+    before = pages.like(pages.kv.copy(), pages.index.copy())
+
+    def expect(got: Arrays) -> None:
+        after = pages.like(got["kv"], got["index"])
+        for r, (sequence, position) in enumerate(rows):
+            page, entry = pages.entry(sequence, position)
+            cs = arrays["rope"][r]
+            for h in range(n_q):
+                _check_head(f"q16 row {r} head {h}", got["q16"][r, h], arrays["q"][r, h, :HEAD],
+                            arrays["q_norm"], cs)
+            for h in range(4):
+                _check_head(f"iq16 row {r} head {h}", got["iq16"][r, h], arrays["idx"][r, h],
+                            arrays["iq_norm"], cs)
+            for h in range(n_kv):
+                _check_head(f"K row {r} head {h}", after.k[page, entry, h], arrays["k"][r, h],
+                            arrays["k_norm"], cs)
+            with np.errstate(over="ignore"):
+                same_bits(f"V row {r}", after.v[page, entry], arrays["v"][r].astype(np.float16))
+                same_bits(f"raw key of row {r}", after.raw[page, entry],
+                          arrays["idx"][r, 4].astype(np.float16))
+            before.k[page, entry], before.v[page, entry] = after.k[page, entry], after.v[page, entry]
+            before.raw[page, entry] = after.raw[page, entry]
+            if position % BLOCK == BLOCK - 1:
+                raw = after.raw[page, entry - 3:entry + 1].astype(np.float32)
+                with np.errstate(invalid="ignore"):
+                    mean = ((raw[0] + raw[1]) + (raw[2] + raw[3])) * np.float32(0.25)
+                exact = raw.astype(np.float64).mean(axis=0)
+                near(f"mean key of row {r}", mean, exact,
+                     3 * F32_ULP * np.abs(raw).astype(np.float64).sum(axis=0))
+                _check_head(f"pooled key of row {r}", after.pooled[page, entry // BLOCK], mean,
+                            arrays["ik_norm"],
+                            arrays["rope_block"][r])
+                before.pooled[page, entry // BLOCK] = after.pooled[page, entry // BLOCK]
+        same_bits("KV pages elsewhere", after.kv, before.kv)
+        same_bits("index pages elsewhere", after.index, before.index)
+        untouched("q16", got["q16"][len(rows):])
+        untouched("iq16", got["iq16"][len(rows):])
+
+    scalars: dict[str, int | float] = {"kv_offset": pages.kv_offset, "index_offset": pages.index_offset,
+                                       "n_q": n_q,
+                                       "n_kv": n_kv, "rope_dim": 64, "eps": EPS}
+    return Operands(arrays, scalars, (-(-(n_q + 2 * n_kv + 5) // 4), cap, 1), moves,
+                    ("q16", "iq16", "kv", "index"), expect)
+
+
+# ---- index_score
+
+def _index_score(case: Case, seed: int) -> Operands:
+    budget = case.int("budget")
+    pages = Pages(case, seed, 1)
+    rows, cap = pages.rows, pages.rows_cap
+    queries = _own(seed, "iq", rows, cap, (4, INDEX_HEAD), 2.0).astype(np.float16)
+    if case.dims.get("special") == "zeros":
+        queries[:len(rows)] = 0.0
+    max_blocks = max(blocks_seen(p) for _, p in rows) + 3
+    used = [(s, np.arange(blocks_seen(p) if blocks_seen(p) > budget else 0)) for s, p in rows]
+    for sequence in pages.sequences:
+        n_local = int(pages.local[sequence].max()) + 1
+        content = signed(seed, f"pooled/{sequence}", (n_local, 16, INDEX_HEAD), 1.0).astype(np.float16)
+        for s, blocks in used:
+            if s == sequence:
+                page = blocks // 16
+                pages.pooled[pages.at[s][page], blocks % 16] = content[pages.local[s][page], blocks % 16]
+    if case.dims.get("special") == "nonfinite":
+        for (sequence, _), block, value in zip([rows[0], rows[0], rows[-1]], (5, 6, 9),
+                                               (np.nan, np.inf, -np.inf),
+                                               strict=True):
+            pages.pooled[pages.at[sequence][block // 16], block % 16, 17 + block] = value
+        queries[1, 2, 3] = np.nan
+    arrays, moves = pages.tables()
+    arrays |= {"iq16": queries, "score": poisoned_rows(cap, max_blocks)}
+
+    def expect(got: Arrays) -> None:
+        for r, (sequence, blocks) in enumerate(used):
+            keys = pages.pooled[pages.at[sequence][blocks // 16], blocks % 16].astype(np.float64)
+            with np.errstate(invalid="ignore"):
+                want = block_scores(queries[r].astype(np.float64), keys)
+                products = keys[:, None, :] * queries[r].astype(np.float64)
+            bound = mma_bound(products).sum(axis=1) / np.sqrt(INDEX_HEAD) + 4 * F32_ULP * np.abs(want)
+            near(f"scores of row {r}", got["score"][r, :len(blocks)], want, bound)
+            untouched(f"score of row {r} beyond its blocks", got["score"][r, len(blocks):])
+        untouched("score", got["score"][len(rows):])
+
+    scalars: dict[str, int | float] = {"index_offset": pages.index_offset, "max_blocks": max_blocks,
+                                       "budget": budget}
+    return Operands(arrays, scalars, (int(case.dims.get("grid", 1)), cap, 1), moves, ("score",), expect)
+
+
+# ---- index_select
+
+def chosen_blocks(score: NDArray[np.float32], budget: int) -> NDArray[np.int64]:
+    """The `budget` best of scores (blocks,), rising: NaN above all, then the higher score, then the lower
+    id."""
+    value = np.where(np.isnan(score), np.inf, score)
+    order = np.lexsort((np.arange(len(score)), -value, ~np.isnan(score)))
+    return np.sort(order[:budget])
+
+
+def _scores(case: Case, seed: int, name: str, n: int) -> NDArray[np.float32]:
+    special = case.dims.get("special")
+    x = signed(seed, name, (n,), 8.0)
+    if special == "relu":               # about half are zero, more than fit beside the positive ones
+        x = np.where(x > 4.0, x, np.float32(0))
+    elif special == "equal":
+        x[:] = 2.5
+    elif special == "signed":
+        x = np.where(np.abs(x) < 6.0, np.copysign(np.float32(0), x), x)
+    elif special == "near":             # all differ in the last 12 bits alone
+        x = (x.view(np.uint32) & np.uint32(0xFFF) | np.uint32(0x41200000)).view(np.float32)
+    elif special == "nan":
+        x[[1, n // 2, n - 1]] = np.nan
+    elif special == "many_nan":
+        x[::3] = np.nan
+    elif special == "inf":
+        x[[0, n // 3]], x[n - 2] = np.inf, -np.inf
+    return x
+
+
+def _index_select(case: Case, seed: int) -> Operands:
+    budget, rows = case.int("budget"), parse_rows(case)
+    pages = Pages(case, seed, 1)
+    max_blocks = max(blocks_seen(p) for _, p in rows) + 3
+    score = poisoned_rows(pages.rows_cap, max_blocks)
+    for r, (sequence, position) in enumerate(rows):
+        if blocks_seen(position) > budget:
+            score[r, :blocks_seen(position)] = _scores(case, seed, f"score/{sequence}/{position}",
+            blocks_seen(position))
+    tables, _ = pages.tables()
+    arrays = {"round": tables["round"], "rows": tables["rows"], "score": score,
+              "sel": poisoned_rows(pages.rows_cap, budget, dtype=np.uint32),
+              "flag": poisoned_rows(pages.rows_cap, dtype=np.uint32)}
+
+    def expect(got: Arrays) -> None:
+        for r, (_, position) in enumerate(rows):
+            seen = blocks_seen(position)
+            if seen <= budget:
+                untouched(f"sel of row {r}", got["sel"][r])
+                assert got["flag"][r] == 0, f"flag of row {r}: {got['flag'][r]}, wanted 0"
+                continue
+            want = chosen_blocks(score[r, :seen], budget)
+            if not np.isnan(score[r, :seen]).any():
+                assert (want == choose_blocks(score[r, :seen].astype(np.float64), budget).blocks).all()
+            wrong = np.flatnonzero(got["sel"][r] != want)
+            assert not wrong.size, f"sel of row {r}: {got['sel'][r][wrong[:4]]}, wanted {want[wrong[:4]]}"
+            nan = int(np.isnan(score[r, :seen]).any())
+            assert got["flag"][r] == nan, f"flag of row {r}: {got['flag'][r]}, wanted {nan}"
+        untouched("sel", got["sel"][len(rows):])
+        untouched("flag", got["flag"][len(rows):])
+
+    scalars: dict[str, int | float] = {"max_blocks": max_blocks, "budget": budget}
+    return Operands(arrays, scalars, (pages.rows_cap, 1, 1), [], ("sel", "flag"), expect)
+
+
+# ---- qsa_attn
+
+def _qsa_attn(case: Case, seed: int) -> Operands:
+    n_q, n_kv, budget = case.int("n_q"), case.int("n_kv"), case.int("budget")
+    special, group = case.dims.get("special"), n_q // n_kv
+    pages = Pages(case, seed, n_kv)
+    rows, cap = pages.rows, pages.rows_cap
+    q16 = _own(seed, "q", rows, cap, (n_q, HEAD), 256.0 if special == "large" else 4.0).astype(np.float16)
+    sel = poisoned_rows(cap, budget, dtype=np.uint32)
+    tokens = []
+    for r, (sequence, position) in enumerate(rows):
+        seen = blocks_seen(position)
+        if seen > budget:
+            by_hash = np.argsort(np.asarray(bits(seed, f"sel/{sequence}/{position}", (seen,))), kind="stable")
+            sel[r] = np.sort(by_hash[:budget])
+        tokens.append(attended(position, budget, sel[r]))
+    for name, memory in (("k", pages.k), ("v", pages.v)):
+        for sequence in pages.sequences:
+            n_local = int(pages.local[sequence].max()) + 1
+            content = signed(seed, f"{name}/{sequence}", (n_local, 64, n_kv, HEAD), 1.0).astype(np.float16)
+            if special == "equal" and name == "k":
+                content[:] = content[0, 0]
+            for (s, _), p in zip(rows, tokens, strict=True):
+                if s == sequence:
+                    memory[pages.at[s][p // 64], p % 64] = content[pages.local[s][p // 64], p % 64]
+    if special == "nonfinite":
+        q16[1, 0, 9], q16[1, 1, 5] = np.nan, np.inf
+        for (row, entry), memory, value in (((0, 3), pages.k, np.nan), ((2, 7), pages.v, np.inf), ((2, 9),
+        pages.v, np.nan)):
+            page, at = pages.entry(rows[row][0], tokens[row][entry])
+            memory[page, at, 0, 11 + entry] = value
+    max_parts = max(-(-len(p) // PART) for p in tokens) + 1
+    arrays, moves = pages.tables()
+    arrays |= {"q16": q16, "sel": sel, "part_m": poisoned_rows(cap, n_q, max_parts),
+               "part_l": poisoned_rows(cap, n_q, max_parts), "part_o": poisoned_rows(cap, n_q, max_parts,
+               HEAD)}
+
+    def expect(got: Arrays) -> None:
+        for r, (sequence, _) in enumerate(rows):
+            page, entry = pages.entry(sequence, tokens[r])
+            parts = -(-len(tokens[r]) // PART)
+            for h in range(n_q):
+                keys, vals = (x[page, entry, h // group].astype(np.float64) for x in (pages.k, pages.v))
+                for p in range(parts):
+                    cut = slice(PART * p, PART * (p + 1))
+                    _check_part(f"row {r} head {h} part {p}", q16[r, h].astype(np.float64), keys[cut],
+                    vals[cut],
+                                got["part_m"][r, h, p], got["part_l"][r, h, p], got["part_o"][r, h, p])
+            for name in ("part_m", "part_l", "part_o"):
+                untouched(f"{name} of row {r} beyond its parts", got[name][r, :, parts:])
+        for name in ("part_m", "part_l", "part_o"):
+            untouched(name, got[name][len(rows):])
+
+    scalars: dict[str, int | float] = {"kv_offset": pages.kv_offset, "n_q": n_q, "n_kv": n_kv, "budget":
+    budget,
+                                       "max_parts": max_parts}
+    return Operands(arrays, scalars, (max_parts, n_kv, cap), moves, ("part_m", "part_l", "part_o"), expect)
+
+
+def _check_part(name: str, q: F64Array, k: F64Array, v: F64Array, m: Any, length: Any, o: NDArray[Any]
+                ) -> None:
+    """One part in FP64.  k, v (entries, 256).  The bounds follow the declaration, term by term."""
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        products = k * q
+        s = products.sum(axis=1) / 16.0
+        ds = np.nan_to_num(mma_bound(products)) / 16.0 + 2.0**-149
+        top = s.max()
+        near(f"m of {name}", m, top, ds.max())
+        e = np.exp(s - top)
+        relative = 1.01 * (ds + ds.max() + F32_ULP * np.abs(np.nan_to_num(s - top)) + 2.0**-22)
+        de = np.minimum(e * np.expm1(relative), 1.0) + 2.0**-149
+        near(f"l of {name}", length, e.sum(), de.sum() + 6 * F32_ULP * e.sum())
+        padded = np.zeros((-(-len(e) // 16) * 16, HEAD))
+        padded[:len(e)] = e[:, None] * v
+        dw = de + F16_ULP * e + 2.0**-25
+        size = np.nan_to_num(np.abs(v), posinf=0.0)
+        near(f"o of {name}", o, (e[:, None] * v).sum(axis=0),
+             1.01 * (np.nan_to_num(dw)[:, None] * size).sum(axis=0) + np.nan_to_num(mma_bound(padded.T)))
+
+
+# ---- qsa_merge
+
+def _qsa_merge(case: Case, seed: int) -> Operands:
+    n_q, budget, rows = case.int("n_q"), case.int("budget"), parse_rows(case)
+    special, cap, n = case.dims.get("special"), len(rows) + 1, len(rows)
+    parts = [-(-len(attended(p, budget, np.arange(budget))) // PART) for _, p in rows]
+    max_parts, k = max(parts) + 1, HEAD * n_q
+    q = _own(seed, "q", rows, cap, (n_q, 2 * HEAD), 4.0)
+    m = _own(seed, "m", rows, cap, (n_q, max_parts), 64.0 if special == "spread" else 4.0)
+    length = np.abs(_own(seed, "l", rows, cap, (n_q, max_parts), 32.0)) + np.float32(1)
+    o = _own(seed, "o", rows, cap, (n_q, max_parts, HEAD), 16.0)
+    flag = poisoned_rows(cap, dtype=np.uint32)
+    flag[:n] = 0
+    if special == "flag":
+        flag[1] = 1
+    if special == "nonfinite":
+        m[0, 0, 1], o[1, 1, 0, 5], o[1, 2, 1, 200], q[1, 3, HEAD + 9] = np.nan, np.inf, np.nan, np.nan
+    for r, used in enumerate(parts):
+        for x in (m, length, o):
+            x[r, :, used:] = np.nan
+    table = linear_table(1)
+    table["k"], table["n"], table["x_stride"], table["leaves"], table["segments"] = k, 128, k, 1, 1
+    table["w"]["format"] = _FORMATS[str(case["dtype"])]
+    pages = Pages(case, seed, 1)
+    rows_table = pages.tables()[0]["rows"]
+    suh = (signed(seed, "suh", (k,), 1.0) + np.float32(1.25)).astype(np.float16)
+    arrays: Arrays = {"round": round_table(n, cap), "rows": rows_table, "q": q, "part_m": m, "part_l": length,
+                      "part_o": o, "flag": flag, "linear": table, "suh": suh,
+                      "x": poisoned_rows(cap, k, dtype=np.float16)}
+
+    def expect(got: Arrays) -> None:
+        for r, used in enumerate(parts):
+            with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+                pm, pl, po = (x[r, :, :used].astype(np.float64) for x in (m, length, o))
+                w = np.exp(pm - pm.max(axis=1, keepdims=True))
+                total = (w * pl).sum(axis=1)[:, None]
+                gate = 1.0 / (1.0 + np.exp(-q[r, :, HEAD:].astype(np.float64)))
+                want = (w[..., None] * po).sum(axis=1) / total * gate
+                size = (w[..., None] * np.abs(po)).sum(axis=1) / total * gate
+                spread = (pm.max(axis=1) - pm.min(axis=1))[:, None]
+                bound = F32_ULP * ((10 * used + 4 * spread) * (size + np.abs(want)) + 8 * np.abs(want))
+            if flag[r]:
+                want[:] = np.nan
+            x = from_fragment(got["x"][r])
+            if str(case["dtype"]) == "exl3":
+                _check_rotated(f"row {r}", x, want.reshape(-1), np.nan_to_num(bound).reshape(-1), suh)
+            else:
+                within_f16(f"row {r}", x, want.reshape(-1), np.nan_to_num(bound).reshape(-1))
+        untouched("x", got["x"][n:])
+
+    scalars: dict[str, int | float] = {"n_q": n_q, "budget": budget, "max_parts": max_parts}
+    moves = [("linear", _offset(LINEAR, "w") + _offset(WEIGHT, "suh"), "suh", 0),
+             ("linear", _offset(LINEAR, "x"), "x", 0)]
+    return Operands(arrays, scalars, (n_q, cap, 1), moves, ("x",), expect)
+
+
+def _offset(table: np.dtype[Any], field: str) -> int:
+    assert table.fields is not None
+    return int(table.fields[field][1])
+
+
+def _check_rotated(name: str, got: NDArray[Any], want: F64Array, bound: F64Array, suh: NDArray[np.float16]
+                   ) -> None:
+    index = np.arange(128)
+    signs = np.where(np.array([[(int(i) & int(j)).bit_count() & 1 for j in index] for i in index]), -1.0, 1.0)
+    scale = float(np.float32(0.088388347648))
+    with np.errstate(invalid="ignore"):
+        x = (want * suh.astype(np.float64)).reshape(-1, 128)
+        before = (bound * np.abs(suh.astype(np.float64))).reshape(-1, 128).sum(axis=1)
+        before = (before + 9 * F32_ULP * np.nan_to_num(np.abs(x)).sum(axis=1)) * scale
+        within_f16(f"{name}, rotated", got, (x @ signs * scale).reshape(-1), np.repeat(before, 128))
+
+
+_BUILDERS: Final[dict[str, Callable[[Case, int], Operands]]] = {
+    "qsa_prep": _qsa_prep, "index_score": _index_score, "index_select": _index_select, "qsa_attn": _qsa_attn,
+    "qsa_merge": _qsa_merge}

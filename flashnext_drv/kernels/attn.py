@@ -1,0 +1,183 @@
+"""Declarations of the attn family: query and key preparation, block choice, sparse attention in parts, and
+the merge.
+
+Kernel sources: cuda_src/attn.  Keys and values live in pages of 64 tokens that a sequence's slot lists; a
+kernel reads pages that an earlier launch of the round wrote.  What must stay true: a row's bytes do not
+depend on the other rows, on how its sequence was cut into rounds, or on which pages hold its tokens.
+
+Case dims.  rows: "sequence:position" for each row, commas between; neighbours of one sequence with rising
+positions form a run.  pages: how logical pages map to memory ("plain", "reversed", "permuted", "shared":
+few, reused).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec, Limit
+
+__all__ = ["INDEX_SCORE", "INDEX_SELECT", "KERNELS", "QSA_ATTN", "QSA_MERGE", "QSA_PREP"]
+
+_ROUND: Final = Arg("round", PTR, "FnRound", "r")
+_RUNS: Final = Arg("runs", PTR, "FnRun[rows_cap]", "r")
+_ROWS: Final = Arg("rows", PTR, "FnRow[rows_cap]", "r")
+_SLOTS: Final = Arg("slots", PTR, "FnSlot[], by a row's slot; pages are reached through it", "r")
+_KV_OFFSET: Final = Arg("kv_offset", U64, "bytes from page.kv to the layer's K f16 (64, n_kv, 256), then V")
+_INDEX_OFFSET: Final = Arg("index_offset", U64,
+                           "bytes from page.index to raw keys f16 (64, 128), then pooled (16, 128)")
+_N_Q: Final = Arg("n_q", U32, "query heads; n_q / n_kv is 1..16")
+_N_KV: Final = Arg("n_kv", U32, "key and value heads")
+_BUDGET: Final = Arg("budget", U32, "blocks of 4 tokens a row may choose")
+_MAX_BLOCKS: Final = Arg("max_blocks", U32, "stride of score: at least the blocks any row sees")
+_MAX_PARTS: Final = Arg("max_parts", U32, "stride of the parts: at least ceil(attended / 64) of any row")
+
+
+def _span(first: int, last: int, sequence: int = 0) -> str:
+    return ",".join(f"{sequence}:{position}" for position in range(first, last + 1))
+
+
+def _each(*positions: int) -> str:
+    """One row a sequence, at the given positions."""
+    return ",".join(f"{sequence}:{position}" for sequence, position in enumerate(positions))
+
+
+def _case(name: str, rows: str, n_q: int = 4, n_kv: int = 2, budget: int = 8, pages: str = "permuted",
+          **dims: int | float | str) -> Case:
+    return Case(name, {"rows": rows, "n_q": n_q, "n_kv": n_kv, "budget": budget, "pages": pages, **dims})
+
+
+QSA_PREP: Final = KernelSpec(
+    name="qsa_prep", source="attn/qsa_prep.cu", order="qsa_prep_v1",
+    args=(_ROUND, _RUNS, _ROWS, _SLOTS, Arg("q", PTR, "(rows_cap, n_q, 512) f32: query, gate", "r"),
+          Arg("k", PTR, "(rows_cap, n_kv, 256) f32", "r"), Arg("v", PTR, "(rows_cap, n_kv, 256) f32", "r"),
+          Arg("idx", PTR, "(rows_cap, 5, 128) f32: 4 index queries, raw index key", "r"),
+          Arg("rope", PTR, "(rows_cap, 32, 2) f32: cos, sin at the row's position", "r"),
+          Arg("rope_block", PTR, "(rows_cap, 32, 2) f32: the same at 4 (position / 4)", "r"),
+          Arg("q_norm", PTR, "(256) f32", "r"), Arg("k_norm", PTR, "(256) f32", "r"),
+          Arg("iq_norm", PTR, "(128) f32", "r"), Arg("ik_norm", PTR, "(128) f32",
+                                                     "r"), _KV_OFFSET, _INDEX_OFFSET,
+          Arg("q16", PTR, "(rows_cap, n_q, 256) f16", "w"), Arg("iq16", PTR, "(rows_cap, 4, 128) f16", "w"),
+          _N_Q, _N_KV, Arg("rope_dim", U32, "64, or 0: no rotation"), Arg("eps", F32, "1e-7..1e-4")),
+    grid="ceil((n_q + 2 n_kv + 5) / 4), rows_cap", block=128,
+    limits={"sm_90a": Limit(regs=48, blocks_per_sm=8), "sm_80": Limit(regs=48, blocks_per_sm=8)},
+    reference="attn.SparseAttention",
+    bound="From the f32 inputs: the sum of squares N/32 + 6 roundings of 2^-24, 1/rms half of that + 2.5, "
+          "three "
+          "products and the rotation 3 more: 12 2^-24 of (|a cos| + |b sin|); then half an f16 ulp (2^-11 "
+          "relative, "
+          "2^-25 absolute).  Pooled keys start from the stored raw keys; their mean adds 3 roundings.  v, "
+          "raw: exact.",
+    cases=(_case("first_token", _each(0)), _case("block_ends", _each(3)), _case("four_rows", _span(0, 3)),
+           _case("over_a_page", _span(61, 67)), _case("window_across_blocks", _span(126, 132),
+                                                      pages="reversed"),
+           _case("several_sequences", "0:5,0:6,0:7,1:63,2:0,2:1,3:131", pages="permuted"),
+           _case("decode_sixteen", _each(*range(50, 66))), _case("grouped_12", _each(7, 64), n_q=24),
+           _case("one_kv_head", _span(2, 4), n_q=16, n_kv=1), _case("no_groups", _span(6, 8), n_q=2),
+           _case("far", _span(262140, 262143), pages="shared"),
+           _case("far_apart", "0:262011,1:262004", n_q=24, pages="shared"),
+           _case("nonfinite", _span(60, 67), special="nonfinite"), _case("zeros", _span(0, 3),
+                                                                         special="zeros")))
+
+INDEX_SCORE: Final = KernelSpec(
+    name="index_score", source="attn/index_score.cu", order="index_score_v1",
+    args=(_ROUND, _ROWS, _SLOTS, Arg("iq16", PTR, "(rows_cap, 4, 128) f16", "r"), _INDEX_OFFSET,
+          Arg("score", PTR, "(rows_cap, max_blocks) f32, blocks seen only, and only beyond the budget", "w"),
+          _MAX_BLOCKS, _BUDGET),
+    grid="any, rows_cap", block=128, limits={"sm_90a": Limit(regs=96), "sm_80": Limit(regs=96)},
+    reference="attn.block_scores",
+    bound="A head's dot: 8 steps, each cut below 2^-23 of its largest term or sum, 18 such cuts a step "
+          "bounded by "
+          "8 2^-23 sum |q k| (2^-22 on generations that sum 8 at once); three additions and a product: 4 "
+          "2^-24 of the "
+          "sum of heads.",
+    cases=(_case("within_budget", _each(31, 34, 2)), _case("one_beyond", _each(35)),
+           _case("edges", _each(31, 35, 36, 38, 63, 67, 71)), _case("one_page", _each(63), budget=2),
+           _case("run", _span(62, 68), pages="reversed"), _case("sixteen", _each(*range(100, 116)), grid=2),
+           _case("mixed_budget_16", _each(63, 66, 67, 130, 200), budget=16),
+           _case("real_budget", _each(2047, 2049, 2050, 2051, 2060), budget=512, pages="shared"),
+           _case("far", _each(262143), budget=512, pages="shared", grid=3),
+           _case("zero_queries", _each(100), special="zeros"), _case("nonfinite", _each(100, 131),
+                                                                     special="nonfinite")))
+
+INDEX_SELECT: Final = KernelSpec(
+    name="index_select", source="attn/index_select.cu", order="index_pick_v1",
+    args=(_ROUND, _ROWS, Arg("score", PTR, "(rows_cap, max_blocks) f32", "r"),
+          Arg("sel", PTR, "(rows_cap, budget) u32, rising block ids, only beyond the budget", "w"),
+          Arg("flag", PTR, "(rows_cap) u32: 1 when a score is NaN", "w"), _MAX_BLOCKS, _BUDGET),
+    grid="rows_cap", block=512, shared_bytes=8336, limits={"sm_90a": Limit(regs=56, blocks_per_sm=2),
+                                                           "sm_80": Limit(regs=56, blocks_per_sm=2)},
+    reference="attn.choose_blocks", bound="Exact.",
+    cases=(_case("within_budget", _each(0, 3, 31, 34)), _case("one_beyond", _each(35)),
+           _case("edges", _each(31, 35, 36, 38, 63, 67, 71)), _case("run", _span(62, 68)),
+           _case("sixteen", _each(*range(100, 116))), _case("budget_16", _each(63, 66, 67, 130, 200),
+                                                            budget=16),
+           _case("real_budget", _each(2047, 2049, 2050, 2051, 2060), budget=512),
+           _case("zeros_at_the_cut", _each(100, 203, 2100), special="relu"),
+           _case("all_equal", _each(100, 2060, 35), special="equal"),
+           _case("signed_zeros", _each(100, 203), special="signed"), _case("near_ties", _each(4099),
+                                                                           special="near"),
+           _case("nan", _each(100, 100, 203, 34), special="nan"), _case("inf", _each(100, 203),
+                                                                        special="inf"),
+           _case("many_nan", _each(203), special="many_nan"), _case("far", _each(262143), budget=512,
+                                                                    special="relu"),
+           _case("large_budget", _each(262003), budget=2048)))
+
+QSA_ATTN: Final = KernelSpec(
+    name="qsa_attn", source="attn/qsa_attn.cu", order="qsa_attn_v1",
+    args=(_ROUND, _ROWS, _SLOTS, Arg("q16", PTR, "(rows_cap, n_q, 256) f16", "r"),
+          Arg("sel", PTR, "(rows_cap, budget) u32, read beyond the budget only", "r"), _KV_OFFSET,
+          Arg("part_m", PTR, "(rows_cap, n_q, max_parts) f32", "w"),
+          Arg("part_l", PTR, "(rows_cap, n_q, max_parts) f32", "w"),
+          Arg("part_o", PTR, "(rows_cap, n_q, max_parts, 256) f32", "w"), _N_Q, _N_KV, _BUDGET, _MAX_PARTS),
+    grid="max_parts, n_kv, rows_cap", block=128, shared_bytes=7168,
+    limits={"sm_90a": Limit(regs=232, blocks_per_sm=2), "sm_80": Limit(regs=232, blocks_per_sm=2)},
+    reference="attn.attend",
+    bound="From q, K, V as stored.  s: 16 steps, each cut below 18 2^-23 of its largest term or sum (2^-22 "
+          "where a step "
+          "is two sums), times 1/16: ds.  m within ds.  e relative 2 ds + 2 2^-24 + 2^-24 |s - m|.  l: "
+          "that plus 6 "
+          "2^-24.  o: sum of e |v| times (that + 2^-11 for f16, 2^-25 absolute) + 4 cuts of 18 2^-23 of "
+          "sum e |v|.",
+    cases=(_case("one", _each(0)), _case("short", _each(2, 3, 4)),
+           _case("part_ends", _each(62, 63, 64), budget=64),
+           _case("two_parts", _each(126, 127, 128, 129), budget=64),
+           _case("grouped_12", _each(63, 70), n_q=24, budget=16), _case("one_kv_head", _each(65, 40), n_q=16,
+                                                                        n_kv=1),
+           _case("no_groups", _each(15, 130), n_q=2), _case("group_9", _each(50), n_q=9, n_kv=1),
+           _case("run", _span(34, 40)), _case("budget_edges", _each(30, 31, 34, 35, 36, 37, 38)),
+           _case("budget_16", _each(62, 63, 66, 67, 68, 69, 70, 200), budget=16, pages="reversed"),
+           _case("sixteen", _each(*range(28, 44)), n_q=2, n_kv=1),
+           _case("real_budget", _each(2050, 2051, 2060), n_q=2, n_kv=1, budget=512, pages="shared"),
+           _case("real_heads", _each(2047), n_q=24, budget=512, pages="shared"),
+           _case("far", "0:262003,1:262142", budget=16, pages="shared"),
+           _case("nonfinite", _each(70, 20, 33), special="nonfinite"),
+           _case("equal_scores", _each(70), special="equal"), _case("large", _each(70), special="large")))
+
+QSA_MERGE: Final = KernelSpec(
+    name="qsa_merge", source="attn/qsa_merge.cu", order="qsa_attn_v1",
+    args=(_ROUND, _ROWS, Arg("q", PTR, "(rows_cap, n_q, 512) f32: query, gate", "r"),
+          Arg("part_m", PTR, "(rows_cap, n_q, max_parts) f32", "r"),
+          Arg("part_l", PTR, "(rows_cap, n_q, max_parts) f32", "r"),
+          Arg("part_o", PTR, "(rows_cap, n_q, max_parts, 256) f32", "r"),
+          Arg("flag", PTR, "(rows_cap) u32: not 0 makes the row NaN", "r"),
+          Arg("linear", PTR, "FnLinear: o_proj (k = 256 n_q); its x is written",
+              "r"), _N_Q, _BUDGET, _MAX_PARTS),
+    grid="n_q, rows_cap", block=64, shared_bytes=768, limits={"sm_90a": Limit(regs=128),
+                                                              "sm_80": Limit(regs=128)},
+    reference="attn.attend",
+    bound="From the parts: each merge 2 roundings and two exponentials (1.1 ulp and |m - M| 2^-24 each) on "
+          "non-negative weights: (5 parts + spread of m) 2^-24 of sum w |o| / l; division, sigmoid 2.5 "
+          "ulp, product; "
+          "EXL3: product with suh, 8 roundings of the rotation on the block's magnitudes; then half an f16 "
+          "ulp.",
+    cases=(_case("one_part", _each(0, 62), dtype="exl3"), _case("plain_f16", _each(63, 64, 127), dtype="f16"),
+           _case("bf16", _each(40), dtype="bf16"), _case("budget_8", _each(35, 200), dtype="exl3"),
+           _case("grouped_12", _each(70, 130), n_q=24, budget=16, dtype="exl3"),
+           _case("real_budget", _each(2047, 2050), n_q=2, n_kv=1, budget=512, dtype="exl3"),
+           _case("large_budget", _each(6000), n_q=2, n_kv=1, budget=1024, dtype="exl3"),
+           _case("sixteen", _each(*range(56, 72)), n_q=2, n_kv=1, budget=64, dtype="f16"),
+           _case("flagged", _each(100, 200, 300), dtype="exl3", special="flag"),
+           _case("nonfinite", _each(200, 200, 20), budget=64, dtype="f16", special="nonfinite"),
+           _case("far_maxima", _each(255, 254), budget=64, dtype="exl3", special="spread")))
+
+KERNELS: Final = (QSA_PREP, INDEX_SCORE, INDEX_SELECT, QSA_ATTN, QSA_MERGE)
