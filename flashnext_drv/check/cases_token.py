@@ -1,0 +1,371 @@
+"""Cases of the token family: operands, and the reference each kernel is held to.
+
+Called by check/contract.py through `build`.  References are exact (copies, integers, fp32 steps of a named
+order) but for rotary rows and the n-gram mixer, whose bounds are derived below from their rounding points.
+What must stay true: operands depend on (name, case, seed) alone, and rows that take no part hold poison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from decimal import Decimal, localcontext
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..kernels.spec import Case
+from ..kernels.tables import FORMAT_F16, ROW, SLOT
+from ..ref.exl3 import codebook, row_states
+from . import draw_model
+from .contract import Operands, bits, poison
+from .draw_model import Sampling
+from .operands import (
+    F32_ULP,
+    from_fragment,
+    near,
+    round_table,
+    run_table,
+    same_bits,
+    signed,
+    untouched,
+    within_f16,
+)
+
+__all__ = ["build", "decode_ngram_rows", "hash_rows", "logits_rows", "rope_exact", "slot_table"]
+
+Arrays = dict[str, NDArray[Any]]
+F32Array = NDArray[np.float32]
+F64Array = NDArray[np.float64]
+
+_EOS: Final = 11
+_MULTIPLIERS: Final = (23703573157769, 20109073645365, 8052911324071)   # of the published model
+
+
+def build(name: str, case: Case, seed: int) -> Operands:
+    """Operands of one declared case.  Raises KeyError on a kernel that is not of this family."""
+    return _BUILDERS[name](case, seed)
+
+
+# --- embed_rows ---------------------------------------------------------------------------------------------
+
+def _embed_rows(case: Case, seed: int) -> Operands:
+    n, cap, hidden, kind = (case.int(k) for k in ("rows", "cap", "hidden", "format"))
+    vocab = 37
+    table = bits(seed, "table", (vocab, hidden)).astype(np.uint16)      # NaNs and infinities among them
+    rows = _rows(n, cap, token=bits(seed, "tokens", n) % vocab)
+
+    def expect(out: Arrays) -> None:
+        words = table[rows["token"][:n]]
+        want = words.view(np.float16).astype(np.float32) if kind == FORMAT_F16 else _from_bf16(words)
+        same_bits("streams", out["streams"].reshape(cap, 4, hidden)[:n], np.repeat(want[:, None], 4, axis=1))
+        untouched("streams", out["streams"][n:])
+
+    arrays = {"round": round_table(n, cap), "rows": rows, "table": table,
+              "streams": poison((cap, 4 * hidden), _F32)}
+    return Operands(arrays, {"format": kind, "hidden": hidden}, (-(-hidden // 512), cap, 1), [], ("streams",),
+                    expect)
+
+
+# --- rope_rows ----------------------------------------------------------------------------------------------
+
+def rope_exact(theta: float, rope_dim: int, positions: list[int]) -> F64Array:
+    """(positions, rope_dim / 2, 2) cos and sin of f32(t * f32(theta^(-2i / rope_dim))), fp64 from 40 digits.
+
+    The frequency and the angle are rounded to fp32 here as the order says; what is left to compare is cos and
+    sin.
+    """
+    half = rope_dim // 2
+    out = np.empty((len(positions), half, 2))
+    with localcontext() as context:
+        context.prec = 40
+        log_theta = Decimal(float(np.float32(theta))).ln()
+        omega = [np.float32(float((-log_theta * (2 * i) / rope_dim).exp())) for i in range(half)]
+        for row, t in enumerate(positions):
+            for i in range(half):
+                out[row, i] = _cos_sin(float(np.float32(t) * omega[i]))
+    return out
+
+
+@cache
+def _cos_sin(angle: float) -> tuple[float, float]:
+    """cos and sin by reduction with 60 digits of pi and Taylor series."""
+    with localcontext() as context:
+        context.prec = 50
+        x = Decimal(angle) % (2 * _PI)
+        cos, sin, term, n = Decimal(0), Decimal(0), Decimal(1), 0
+        while abs(term) > Decimal(10) ** -40 or n < 8:
+            if n % 2 == 0:
+                cos += term if n % 4 == 0 else -term
+            else:
+                sin += term if n % 4 == 1 else -term
+            n += 1
+            term = term * x / n
+        return float(cos), float(sin)
+
+
+_PI: Final = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628621")
+
+
+def _rope_rows(case: Case, seed: int) -> Operands:
+    n, cap, half = case.int("rows"), case.int("cap"), case.int("rope_dim") // 2
+    listed = str(case.dims.get("positions", ""))
+    positions = [int(p) for p in listed.split()]
+    if not positions:
+        positions = [case.int("first") + case.int("step") * i for i in range(n)]
+    theta = float(case["theta"])
+
+    def expect(out: Arrays) -> None:
+        for array, at in (("rope", positions), ("rope_block", [4 * (p // 4) for p in positions])):
+            want = rope_exact(theta, 2 * half, at)
+            # one rounding to fp32 of a value within 1e-15; a second 1e-15 for the reference's own conversion
+            near(array, out[array][:n], want, F32_ULP * np.abs(want) + 2e-15)
+            untouched(array, out[array][n:])
+
+    arrays = {"round": round_table(n, cap), "rows": _rows(n, cap, position=np.array(positions)),
+              "rope": poison((cap, half, 2), _F32), "rope_block": poison((cap, half, 2), _F32)}
+    return Operands(arrays, {"theta": theta, "rope_dim": 2 * half}, (cap, 1, 1), [], ("rope", "rope_block"),
+                    expect)
+
+
+# --- ngram_rows ---------------------------------------------------------------------------------------------
+
+def hash_rows(token: int, prev1: int, prev2: int, eos: int, sizes: NDArray[np.int64],
+              offsets: NDArray[np.int64], multipliers: tuple[int, ...]) -> list[int]:
+    """Table row of each head, in Python integers; prev1, prev2 are eos where the sequence has none."""
+    second = token * multipliers[0] ^ prev1 * multipliers[1]
+    third = second ^ (eos if prev1 == eos else prev2) * multipliers[2]
+    half = len(sizes) // 2
+    return [(second if h < half else third) % int(n) + int(at)
+            for h, (n, at) in enumerate(zip(sizes, offsets, strict=True))]
+
+
+def decode_ngram_rows(packed: NDArray[np.uint16], dim: int,
+                      bias: NDArray[np.float16] | None) -> NDArray[np.float16]:
+    """Rows (n, words) of a ring codec, or (n, dim) bf16, with their heads' bias (n, dim) or none -> f16."""
+    if packed.shape[1] == dim:
+        value = _from_bf16(packed)
+    else:
+        scale = np.ascontiguousarray(packed[:, :1]).view(np.float16).astype(np.float32)
+        value = codebook("mul1")[row_states(packed.view(np.int16), dim)].astype(np.float32) * scale
+    if bias is not None:
+        value = value + bias.astype(np.float32)
+    return value.astype(np.float16)
+
+
+def _ngram_rows(case: Case, seed: int) -> Operands:
+    n, cap, width, dim, heads = (case.int(k) for k in ("rows", "cap", "bits", "dim", "heads"))
+    sizes = np.array([5 + 2 * h + h % 3 for h in range(heads)], np.int64)
+    offsets = np.cumsum(sizes) - sizes
+    words = 1 + dim * width // 16 if width else dim
+    table = bits(seed, "table", (int(sizes.sum()), words)).astype(np.uint16)
+    if width:                                                   # scales 2^-7 .. 2^-5, both signs
+        table[:, 0] = 0x2000 | table[:, 0] & 0x8BFF
+    else:                                                       # values 2^-6 .. 2
+        table = (0x3C80 + table % 0x300 | table & 0x8000).astype(np.uint16)
+    bias = (signed(seed, "bias", (heads, dim)) / 64).astype(np.float16)
+    ids = bits(seed, "ids", (3, n)) % np.uint32(248_320)
+    if case.name == "eos_places":                               # every subset of the three places
+        for i in range(n):
+            for j in range(3):
+                ids[j, i] = _EOS if i >> j & 1 else 100 + 10 * i + j
+    rows = _rows(n, cap, token=ids[0], prev1=ids[1], prev2=ids[2])
+    has_bias = bool(case.int("bias"))
+
+    def expect(out: Arrays) -> None:
+        got = from_fragment(out["emb"][:n]).reshape(n, heads, dim)
+        for r in range(n):
+            at = hash_rows(int(ids[0, r]), int(ids[1, r]), int(ids[2, r]), _EOS, sizes, offsets, _MULTIPLIERS)
+            same_bits(f"emb row {r}", got[r], decode_ngram_rows(table[at], dim, bias if has_bias else None))
+        untouched("emb", out["emb"][n:])
+
+    arrays: Arrays = {"round": round_table(n, cap), "rows": rows, "table": table, "head_offsets": offsets,
+                      "head_sizes": sizes, "multipliers": np.array(_MULTIPLIERS, np.int64),
+                      "emb": poison((cap, heads * dim), np.dtype(np.float16))}
+    scalars: dict[str, int | float] = {"bits": width, "eos": _EOS, "n_heads": heads, "row_dim": dim}
+    if has_bias:
+        arrays["head_bias"] = bias
+    else:
+        scalars["head_bias"] = 0
+    return Operands(arrays, scalars, (heads, cap, 1), [], ("emb",), expect)
+
+
+# --- ple_mix ------------------------------------------------------------------------------------------------
+
+def _ple_mix(case: Case, seed: int) -> Operands:
+    cap, hidden = case.int("cap"), case.int("hidden")
+    lengths = [int(x) for x in str(case["runs"]).split()]
+    n, width, eps, offset = sum(lengths), 4 * hidden, 1e-6, 512
+    key, streams = (_filled(signed(seed, x, (n, width), 2.0), cap) for x in ("key", "streams"))
+    value = _filled(signed(seed, "value", (n, hidden)), cap)
+    norms = {x: signed(seed, x, (width,), 0.5) for x in ("norm_key", "norm_query", "norm_conv")}
+    conv = signed(seed, "conv", (width, 4))
+    n_slots = len(lengths) + 1                                  # the last one has no run
+    tails = signed(seed, "tails", (n_slots, 9, width), 4.0).astype(np.float16)
+    state = np.full((n_slots, offset + tails[0].nbytes), 0xFF, np.uint8)
+    state[:, offset:] = tails.reshape(n_slots, -1).view(np.uint8)
+    order = list(range(len(lengths)))[::-1]
+    slots = np.zeros(n_slots, SLOT)
+    moves = [("slots", SLOT.itemsize * i + 8, "state", state.shape[1] * i) for i in range(n_slots)]
+
+    def expect(out: Arrays) -> None:
+        after = out["state"].reshape(state.shape)
+        kept = np.ascontiguousarray(after[:, offset:]).view(np.float16).reshape(tails.shape)
+        same_bits("tail of a slot without run", kept[-1], tails[-1])
+        assert (after[:, :offset] == 0xFF).all(), "state: bytes before the tail were written"
+        first = 0
+        for length, slot in zip(lengths, order, strict=True):
+            rows = slice(first, first + length)
+            _expect_ple(out["streams"][rows], kept[slot], tails[slot], key[rows], value[rows], streams[rows],
+                        norms, conv, eps)
+            first += length
+        untouched("streams", out["streams"][n:])
+
+    arrays = {"round": round_table(n, cap, len(lengths)), "runs": run_table(lengths, order, cap),
+              "slots": slots, "key": key, "value": value, "streams": streams.copy(), **norms, "conv": conv,
+              "state": state.reshape(-1)}
+    return Operands(arrays, {"tail_offset": offset, "hidden": hidden, "eps": eps}, (4, cap, 1), moves,
+                    ("streams", "state"), expect)
+
+
+def _expect_ple(got: F32Array, tail: NDArray[Any], old: NDArray[Any], key: F32Array, value: F32Array,
+                streams: F32Array, norms: dict[str, F32Array], conv: F32Array, eps: float) -> None:
+    """One run of at most 9 rows against FP64.  The convolution starts from the fp16 inputs the kernel stored.
+
+    u = 2^-24.  A sum of the order has `steps` = 2 ceil(H / 512) + 8 roundings on any path.  Of positive
+    terms: relative steps u; then 1/rms has (steps + 2) u / 2 + 2 u.  The score's terms carry 4 more roundings.
+    The gate is monotone in the score: its error is its change over the score's error, and of its own
+    6 u + u |root| (sigmoid 2.3 ulp).
+    """
+    n, hidden = value.shape
+    u, shape = F32_ULP, (n, 4, hidden)
+    steps = 2 * -(-hidden // 512) + 8
+    k, s, v = (x.astype(np.float64) for x in (key.reshape(shape), streams.reshape(shape), value[:, None]))
+    wk, wq, wc = (1.0 + norms[f"norm_{x}"].astype(np.float64).reshape(4, hidden)
+                  for x in ("key", "query", "conv"))
+    rk, rq = (1.0 / np.sqrt((x * x).mean(-1) + np.float64(np.float32(eps))) for x in (k, s))
+    terms = k * wk * s * wq
+    scale = rk * rq / np.sqrt(hidden)
+    score = terms.sum(-1) * scale
+    e_root = ((steps + 2) / 2 + 2) * u
+    e_score = (steps + 4) * u * np.abs(terms).sum(-1) * scale + np.abs(score) * (2 * e_root + 4 * u)
+    g, low, high = (_ple_gate(x) for x in (score, score - e_score, score + e_score))
+    e_g = np.maximum(high - g, g - low) + g * u * (6 + np.sqrt(np.abs(score) + 1e-6))
+    y = g[..., None] * v
+    e_y = e_g[..., None] * np.abs(v) + u * np.abs(y)
+    normed = y / np.sqrt((y * y).mean(-1, keepdims=True) + np.float64(np.float32(eps))) * wc
+    within_f16("tail", tail[9 - n:].reshape(shape), normed,
+               np.abs(normed) * ((e_g / g)[..., None] + e_root + 6 * u))
+    same_bits("older tail", tail[:9 - n], old[n:])
+    past = np.concatenate((old, tail[9 - n:])).astype(np.float64)            # row t stands at t + 9
+    parts = np.stack([past[3 * j:3 * j + n] * conv[:, j].astype(np.float64) for j in range(4)])
+    c = parts.sum(0).reshape(shape)
+    silu = c / (1.0 + np.exp(-c))
+    e_c = 1.1 * 4 * u * np.abs(parts).sum(0).reshape(shape) + 6 * u * np.abs(silu)
+    want = s + y + silu
+    near("streams", got.reshape(shape), want, e_y + e_c + u * (np.abs(y + silu) + np.abs(want)))
+
+
+def _ple_gate(score: F64Array) -> F64Array:
+    gate: F64Array = 1.0 / (1.0 + np.exp(-np.sign(score) * np.sqrt(np.maximum(np.abs(score), 1e-6))))
+    return gate
+
+
+# --- draw_rows ----------------------------------------------------------------------------------------------
+
+def logits_rows(seed: int, n: int, vocab: int, kind: str) -> F32Array:
+    """(n, vocab) logits: "greedy" few distinct values with both zeros and infinities, "flat" one or two
+    values, others bell-shaped with a few high ones."""
+    raw = bits(seed, "logits", (n, vocab)).astype(np.int64)
+    if kind == "greedy":
+        return np.asarray(np.array([-np.inf, -1.5, -0.0, 0.0], np.float32)[raw & 3])
+    if kind == "flat":
+        return np.asarray((raw & 1) * (np.arange(n) % 2)[:, None], np.float32)
+    bell = np.stack([signed(seed, f"bell{i}", (n, vocab), 4.0) for i in range(3)])
+    out: F32Array = (bell[0] + bell[1] + bell[2] + 4.0 * (raw % 61 == 0)).astype(np.float32)
+    return out
+
+
+def slot_table(samplings: list[Sampling]) -> NDArray[Any]:
+    """FnSlot of each sampling; the addresses are poison."""
+    slots = poison((len(samplings),), SLOT)
+    for slot, s in zip(slots, samplings, strict=True):
+        slot["seed"], slot["temperature"], slot["top_k"] = s.seed, s.temperature, s.top_k
+        slot["top_p"], slot["min_p"] = s.top_p, s.min_p
+    return slots
+
+
+_SAMPLED: Final = (
+    Sampling(1, 1.0), Sampling(2, 0.7, 20, 0.95), Sampling(3, 1.0, 1), Sampling(4, 1.3, 5),
+    Sampling(5, 1.0, 0, 0.5), Sampling(6, 1.0, 0, 1e-3), Sampling(7, 2.0, 0, 0.0),
+    Sampling(8, 1.0, 0, 1.0, 0.05),
+    Sampling(9, 0.9, 64, 0.9, 0.02), Sampling(10, 1.0, 511), Sampling(11, 1.0, 1 << 20),
+    Sampling(12, 1e-3, 0, 0.9), Sampling(13, 50.0, 0, 0.999), Sampling(14, 50.0, 300),
+    Sampling(2**64 - 1, 1.0, 20, 0.95), Sampling(0, 1e-38, 20, 0.95))
+_FLAT: Final = (
+    Sampling(1, 1.0, 0, 0.9), Sampling(2, 1.0, 2000), Sampling(3, 1.0, 1024), Sampling(4, 1.0, 300, 0.5),
+    Sampling(5, 1.0, 0, 0.1), Sampling(6, 3.0, 3000, 0.99), Sampling(7, 1.0), Sampling(8, 1.0, 0, 0.5, 0.9))
+_REAL: Final = (Sampling(7, 1.0, 20, 0.95), Sampling(8, 1.0, 0, 0.95), Sampling(9))
+
+
+def _draw_rows(case: Case, seed: int) -> Operands:
+    cap, vocab, kind = case.int("cap"), case.int("vocab"), str(case["kind"])
+    choice = {"sampled": _SAMPLED, "flat": _FLAT, "real": _REAL}.get(kind, (Sampling(),) * cap)[:cap]
+    logits = logits_rows(seed, cap, vocab, kind)
+    emit = np.full(cap, 3)
+    if kind == "greedy":
+        logits[0] = np.where(np.arange(vocab) % 7 == 3, np.float32(2.5), logits[0])    # ties of the highest
+        logits[1] = np.where(logits[1] > -1, np.float32(-0.0), logits[1])
+        logits[1, vocab - 2] = 0.0                                  # +0 ties with the -0 before it
+    if kind == "nan":
+        logits[0, vocab - 1] = np.nan
+        logits[1, 3] = -np.nan
+        choice = (Sampling(), Sampling(5, 1.0, 4, 0.9), Sampling(6, 1.0))
+    if cap > 3:
+        emit[2] = 1                                                 # logits alone: no draw
+    slot = np.arange(cap)[::-1]
+    rows = _rows(cap, cap, slot=slot, position=bits(seed, "position", cap) % 262_144, emit=emit)
+    slots = slot_table(list(choice)[::-1])
+
+    def expect(out: Arrays) -> None:
+        for r in range(cap):
+            if emit[r] & 2:
+                want = draw_model.draw(logits[r], choice[r], int(rows["position"][r]))
+                got = int(out["tokens"][r]), int(out["status"][r])
+                assert got == want, f"row {r} {choice[r]}: (token, status) {got}, by draw_v1 {want}"
+            else:
+                untouched("tokens", out["tokens"][r:r + 1])
+                untouched("status", out["status"][r:r + 1])
+
+    u32 = np.dtype(np.uint32)
+    arrays = {"round": round_table(cap, cap), "rows": rows, "slots": slots, "logits": logits,
+              "tokens": poison((cap,), u32), "status": poison((cap,), u32)}
+    return Operands(arrays, {"vocab": vocab}, (cap, 1, 1), [], ("tokens", "status"), expect)
+
+
+# --- shared -------------------------------------------------------------------------------------------------
+
+_F32: Final = np.dtype(np.float32)
+
+_BUILDERS: Final[dict[str, Callable[[Case, int], Operands]]] = {
+    "embed_rows": _embed_rows, "rope_rows": _rope_rows, "ngram_rows": _ngram_rows, "ple_mix": _ple_mix,
+    "draw_rows": _draw_rows}
+
+
+def _rows(n: int, cap: int, **fields: NDArray[Any]) -> NDArray[Any]:
+    """FnRow[cap]: n live rows with the given fields, all else poison."""
+    rows = poison((cap,), ROW)
+    for name, values in fields.items():
+        rows[name][:n] = values
+    return rows
+
+
+def _filled(x: F32Array, cap: int) -> F32Array:
+    out = poison((cap, *x.shape[1:]), _F32)
+    out[:len(x)] = x
+    return out
+
+
+def _from_bf16(words: NDArray[np.uint16]) -> F32Array:
+    return (words.astype(np.uint32) << 16).view(np.float32)

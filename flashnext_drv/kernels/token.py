@@ -1,0 +1,122 @@
+"""Declarations of the token family: embedding rows, rotary rows, n-gram rows, the n-gram mixer (PLE), draws.
+
+Read by build_kernels.py, kernels/bind.py, sim/build.py and check/cases_token.py.  Sources: cuda_src/token.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec, Limit
+
+__all__ = ["KERNELS", "MAX_ROW_DIM", "MAX_VOCAB"]
+
+MAX_VOCAB: Final = 262_144     # draw_rows: 18 bits of id in a key, and weight limbs that cannot carry
+MAX_ROW_DIM: Final = 1024      # ngram_rows: code words of one row in shared memory
+
+_ROUND = Arg("round", PTR, "FnRound[1]", "r")
+_ROWS = Arg("rows", PTR, "FnRow[rows_cap]", "r")
+_RUNS = Arg("runs", PTR, "FnRun[rows_cap]", "r")
+_SLOTS = Arg("slots", PTR, "FnSlot[n_slots]; ple_mix also writes the tail its entries point to", "r")
+
+
+def _limits(regs: int, blocks_per_sm: int) -> dict[str, Limit]:
+    return {arch: Limit(regs=regs, spill_bytes=0, blocks_per_sm=blocks_per_sm)
+            for arch in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120", "sm_121")}
+
+
+EMBED_ROWS: Final = KernelSpec(
+    name="embed_rows", source="token/embed_rows.cu", order="",
+    args=(_ROUND, _ROWS,
+          Arg("table", PTR, "(vocab, hidden) f16 or bf16", "r"),
+          Arg("format", U32, "1 f16, 2 bf16"),
+          Arg("streams", PTR, "(rows_cap, 4 * hidden) f32", "w"),
+          Arg("hidden", U32, "channels, multiple of 4")),
+    grid="(ceil(hidden / 512), rows_cap)", block=128, limits=_limits(40, 12),
+    reference="token.embed_rows", bound="exact",
+    cases=(Case("f16", {"rows": 3, "cap": 4, "hidden": 512, "format": 1}),
+           Case("bf16_ragged", {"rows": 5, "cap": 5, "hidden": 640, "format": 2})))
+
+ROPE_ROWS: Final = KernelSpec(
+    name="rope_rows", source="token/rope_rows.cu", order="rope_v1",
+    args=(_ROUND, _ROWS,
+          Arg("theta", F32, "base of the frequencies, > 1"),
+          Arg("rope_dim", U32, "rotated channels, even"),
+          Arg("rope", PTR, "(rows_cap, rope_dim / 2, 2) f32: cos, sin at the position", "w"),
+          Arg("rope_block", PTR, "the same at 4 * (position >> 2)", "w")),
+    grid="(rows_cap)", block=64, limits=_limits(64, 16),
+    reference="token.rope_rows",
+    bound="half an ulp of f32 plus 2e-15: the angle is exact by definition, sin and cos are within 1e-15 "
+          "before the one rounding",
+    cases=(Case("low", {"rows": 6, "cap": 6, "theta": 1e7, "rope_dim": 64, "positions": "0 1 2 3 300 2047"}),
+           Case("high", {"rows": 16, "cap": 16, "theta": 1e7, "rope_dim": 64, "first": 262_000, "step": 9}),
+           Case("last", {"rows": 4, "cap": 6, "theta": 1e7, "rope_dim": 64,
+                         "positions": "262140 262141 262142 262143"}),
+           Case("other_base", {"rows": 3, "cap": 3, "theta": 1e4, "rope_dim": 32,
+                               "positions": "5 77 131071"})))
+
+_BITS = tuple(Case(f"bits{b}_dim160", {"rows": 4, "cap": 5, "bits": b, "dim": 160, "heads": 16, "bias": 1})
+              for b in range(1, 9))
+
+NGRAM_ROWS: Final = KernelSpec(
+    name="ngram_rows", source="token/ngram_rows.cu", order="",
+    args=(_ROUND, _ROWS,
+          Arg("table", PTR, "(rows, words) u16, 2-byte aligned, may be mapped host memory", "r"),
+          Arg("bits", U32, "1..8; 0: rows are (row_dim) bf16"),
+          Arg("head_bias", PTR, "(n_heads, row_dim) f16, or null", "r"),
+          Arg("head_offsets", PTR, "(n_heads) i64", "r"),
+          Arg("head_sizes", PTR, "(n_heads) i64", "r"),
+          Arg("multipliers", PTR, "(3) i64", "r"),
+          Arg("eos", U32, "token id that cuts the context"),
+          Arg("n_heads", U32, "heads of both orders together, even"),
+          Arg("row_dim", U32, "values a row, multiple of 16, at most 1024"),
+          Arg("emb", PTR, "(rows_cap, n_heads * row_dim) f16, fragment order", "w")),
+    grid="(n_heads, rows_cap)", block=128, shared_bytes=1032, limits=_limits(64, 8),
+    reference="exl3.ngram_rows",
+    bound="exact: integers, then one fp32 multiply, one add, one rounding to f16",
+    cases=(*_BITS,
+           Case("bits5_dim320", {"rows": 3, "cap": 3, "bits": 5, "dim": 320, "heads": 8, "bias": 1}),
+           Case("bits4_nobias", {"rows": 3, "cap": 3, "bits": 4, "dim": 160, "heads": 16, "bias": 0}),
+           Case("bf16", {"rows": 3, "cap": 4, "bits": 0, "dim": 160, "heads": 16, "bias": 0}),
+           Case("bf16_bias_dim320", {"rows": 2, "cap": 2, "bits": 0, "dim": 320, "heads": 4, "bias": 1}),
+           Case("eos_places", {"rows": 8, "cap": 8, "bits": 3, "dim": 32, "heads": 4, "bias": 1})))
+
+PLE_MIX: Final = KernelSpec(
+    name="ple_mix", source="token/ple_mix.cu", order="ple_v1",
+    args=(_ROUND, _RUNS, _SLOTS,
+          Arg("key", PTR, "(rows_cap, 4 * hidden) f32", "r"),
+          Arg("value", PTR, "(rows_cap, hidden) f32", "r"),
+          Arg("streams", PTR, "(rows_cap, 4 * hidden) f32", "rw"),
+          Arg("norm_key", PTR, "(4 * hidden) f32", "r"),
+          Arg("norm_query", PTR, "(4 * hidden) f32", "r"),
+          Arg("norm_conv", PTR, "(4 * hidden) f32", "r"),
+          Arg("conv", PTR, "(4 * hidden, 4) f32, taps t-9, t-6, t-3, t", "r"),
+          Arg("tail_offset", U64, "bytes from slot.recurrent to the f16 (9, 4 * hidden) tail, multiple of 4"),
+          Arg("hidden", U32, "channels, even"),
+          Arg("eps", F32, "1e-7..1e-4")),
+    grid="(4, rows_cap)", block=256, shared_bytes=256, limits=_limits(80, 3),
+    reference="token.ple_mix",
+    bound="derived in check/cases_token.py from the rounding points of ple_v1",
+    cases=(Case("one_row", {"cap": 1, "hidden": 256, "runs": "1"}),
+           Case("three_runs", {"cap": 8, "hidden": 384, "runs": "3 1 2"}),
+           Case("long_run", {"cap": 12, "hidden": 128, "runs": "9"}),
+           Case("real_width", {"cap": 2, "hidden": 2560, "runs": "1 1"})))
+
+DRAW_ROWS: Final = KernelSpec(
+    name="draw_rows", source="token/draw_rows.cu", order="draw_v1",
+    args=(_ROUND, _ROWS, _SLOTS,
+          Arg("logits", PTR, "(rows_cap, vocab) f32", "r"),
+          Arg("tokens", PTR, "(rows_cap) u32", "w"),
+          Arg("status", PTR, "(rows_cap) u32: 0, or 1 when a logit is NaN", "w"),
+          Arg("vocab", U32, "tokens, 1..262144")),
+    grid="(rows_cap)", block=1024, shared_bytes=44328, limits=_limits(64, 1),
+    reference="check.draw_model.draw", bound="exact: the choice is made of integers and of fn_ functions",
+    cases=(Case("greedy_ties", {"cap": 4, "vocab": 512, "kind": "greedy"}),
+           Case("greedy_odd", {"cap": 2, "vocab": 1003, "kind": "greedy"}),
+           Case("nan", {"cap": 3, "vocab": 512, "kind": "nan"}),
+           Case("sampled_512", {"cap": 16, "vocab": 512, "kind": "sampled"}),
+           Case("sampled_1024", {"cap": 16, "vocab": 1024, "kind": "sampled"}),
+           Case("flat_4096", {"cap": 8, "vocab": 4096, "kind": "flat"}),
+           Case("real_vocab", {"cap": 3, "vocab": 248_320, "kind": "real"})))
+
+KERNELS: Final = (EMBED_ROWS, ROPE_ROWS, NGRAM_ROWS, PLE_MIX, DRAW_ROWS)
