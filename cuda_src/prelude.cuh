@@ -1,0 +1,131 @@
+// prelude.cuh: the language that kernel text is written in.  The same text is compiled by NVRTC (cubins) and, with
+// FN_SIM, by g++ or clang++ (simulator).  Types, kernel and shared-memory declarations, scalar arithmetic with one
+// rounding per call, conversions, bit tools, integer atomics, loads.  Elementary functions: math.cuh (included here).
+//
+// What must stay true: every float function here is one correctly rounded operation or is made of them, so both
+// sides give the same bytes (NVRTC --fmad=false --prec-div=true --prec-sqrt=true --ftz=false; g++ -ffp-contract=off).
+// NaN bits may differ between the sides (the GPU writes 0x7fffffff, x86 keeps payloads): compare NaNs as one value.
+// Macros that the build sets for each kernel: FN_NAME, FN_NAMESPACE, FN_THREADS, FN_BLOCKS_PER_SM, FN_SHARED_BYTES.
+#pragma once
+
+#ifdef FN_SIM
+#include "sim/shim.h"
+#else
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef int i32;
+typedef long long i64;
+
+#define FN_DEVICE __device__ __forceinline__
+#define FN_KERNEL(params) extern "C" __global__ void __launch_bounds__(FN_THREADS, FN_BLOCKS_PER_SM) FN_NAME params
+#define FN_SHARED(Type, name)                                                                         \
+    static_assert(sizeof(Type) == FN_SHARED_BYTES, "the declaration's shared_bytes is not sizeof");   \
+    static_assert(sizeof(Type) <= 49152, "static shared memory is limited to 48 KiB");                \
+    __shared__ __align__(16) Type name
+
+FN_DEVICE float fn_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+FN_DEVICE float fn_mul(float a, float b) { return __fmul_rn(a, b); }
+FN_DEVICE float fn_add(float a, float b) { return __fadd_rn(a, b); }
+FN_DEVICE float fn_sub(float a, float b) { return __fsub_rn(a, b); }
+FN_DEVICE float fn_div(float a, float b) { return __fdiv_rn(a, b); }
+FN_DEVICE float fn_sqrt(float a) { return __fsqrt_rn(a); }
+FN_DEVICE double fn_dfma(double a, double b, double c) { return __fma_rn(a, b, c); }
+FN_DEVICE double fn_dmul(double a, double b) { return __dmul_rn(a, b); }
+FN_DEVICE double fn_dadd(double a, double b) { return __dadd_rn(a, b); }
+FN_DEVICE double fn_dsub(double a, double b) { return __dsub_rn(a, b); }
+FN_DEVICE double fn_ddiv(double a, double b) { return __ddiv_rn(a, b); }
+
+FN_DEVICE u32 fn_f2u(float x) { return __float_as_uint(x); }
+FN_DEVICE float fn_u2f(u32 x) { return __uint_as_float(x); }
+FN_DEVICE u64 fn_d2u(double x) { return (u64)__double_as_longlong(x); }
+FN_DEVICE double fn_u2d(u64 x) { return __longlong_as_double((i64)x); }
+
+FN_DEVICE float fn_h2f(u16 h) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+}
+FN_DEVICE u16 fn_f2h(float f) {
+    u16 h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+    return h;
+}
+FN_DEVICE u16 fn_f2b(float f) {
+    u16 b;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(b) : "f"(f));
+    return b;
+}
+
+FN_DEVICE u32 fn_popc(u32 x) { return (u32)__popc(x); }
+FN_DEVICE u32 fn_clz(u32 x) { return (u32)__clz((int)x); }
+FN_DEVICE u32 fn_ffs(u32 x) { return (u32)__ffs((int)x); }
+FN_DEVICE u32 fn_brev(u32 x) { return __brev(x); }
+FN_DEVICE u32 fn_umulhi(u32 a, u32 b) { return __umulhi(a, b); }
+FN_DEVICE u64 fn_umulhi64(u64 a, u64 b) { return __umul64hi(a, b); }
+FN_DEVICE u32 fn_dp4a_u8(u32 a, u32 b, u32 acc) { return __dp4a(a, b, acc); }
+FN_DEVICE u32 fn_funnel_r(u32 lo, u32 hi, u32 shift) { return __funnelshift_r(lo, hi, shift); }
+FN_DEVICE u32 fn_funnel_l(u32 lo, u32 hi, u32 shift) { return __funnelshift_l(lo, hi, shift); }
+FN_DEVICE u32 fn_prmt(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
+FN_DEVICE u32 fn_atomic_add_u32(u32* p, u32 v) { return atomicAdd(p, v); }
+FN_DEVICE u64 fn_atomic_add_u64(u64* p, u64 v) { return atomicAdd(p, v); }
+FN_DEVICE u32 fn_atomic_min_u32(u32* p, u32 v) { return atomicMin(p, v); }
+FN_DEVICE u64 fn_atomic_min_u64(u64* p, u64 v) { return atomicMin(p, v); }
+FN_DEVICE u32 fn_atomic_max_u32(u32* p, u32 v) { return atomicMax(p, v); }
+FN_DEVICE u64 fn_atomic_max_u64(u64* p, u64 v) { return atomicMax(p, v); }
+FN_DEVICE u32 fn_atomic_or_u32(u32* p, u32 v) { return atomicOr(p, v); }
+
+// Two f16 in a word, each a * b + c (a + b) rounded once, subnormals kept.
+FN_DEVICE u32 fn_hfma2(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+FN_DEVICE u32 fn_hadd2(u32 a, u32 b) {
+    u32 d;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+// T: 1, 2, 4, 8 or 16 bytes, naturally aligned.
+template <class T> FN_DEVICE T fn_ld(const T* p) { return *p; }
+
+template <int Bytes> struct FnWord;
+template <> struct FnWord<1> { typedef u8 type; };
+template <> struct FnWord<2> { typedef u16 type; };
+template <> struct FnWord<4> { typedef u32 type; };
+template <> struct FnWord<8> { typedef u64 type; };
+template <> struct FnWord<16> { typedef uint4 type; };
+
+// The same through the read-only path: for bytes that no thread of this launch writes.
+template <class T> FN_DEVICE T fn_ldg(const T* p) {
+    typedef typename FnWord<sizeof(T)>::type Word;
+    Word w = __ldg(reinterpret_cast<const Word*>(p));
+    T v;
+    memcpy(&v, &w, sizeof(T));
+    return v;
+}
+#endif
+
+FN_DEVICE float fn_nan() { return fn_u2f(0x7fffffffu); }
+FN_DEVICE float fn_b2f(u16 b) { return fn_u2f((u32)b << 16); }
+FN_DEVICE float fn_u32_to_f32(u32 x) { return (float)x; }
+FN_DEVICE u32 fn_pack_h2(u16 lo, u16 hi) { return (u32)lo | (u32)hi << 16; }
+FN_DEVICE u32 fn_pack_h2(float lo, float hi) { return fn_pack_h2(fn_f2h(lo), fn_f2h(hi)); }
+FN_DEVICE u32 fn_min_u32(u32 a, u32 b) { return a < b ? a : b; }
+FN_DEVICE u32 fn_max_u32(u32 a, u32 b) { return a > b ? a : b; }
+FN_DEVICE i32 fn_min_i32(i32 a, i32 b) { return a < b ? a : b; }
+FN_DEVICE i32 fn_max_i32(i32 a, i32 b) { return a > b ? a : b; }
+
+// Larger of two, a NaN if either is one (as 0x7fffffff), -0 < +0.  Equal values differ at most in the zero's sign,
+// so the AND of their bits is the larger.  Symmetric and associative in bytes: trees of it need no order.
+FN_DEVICE float fn_max(float a, float b) {
+    if (a != a || b != b) return fn_nan();
+    if (a == b) return fn_u2f(fn_f2u(a) & fn_f2u(b));
+    return a > b ? a : b;
+}
+
+#include "math.cuh"

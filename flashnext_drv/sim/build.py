@@ -1,0 +1,266 @@
+"""Builds the simulator: kernel sources and cuda_src/sim through a C++ compiler into a libcuda.so.1.
+
+Called by sim/load.py at first use and by tests.  One object per kernel source (with all the kernels declared from
+it), keyed by everything that goes into it, so a changed kernel costs its own compilation and a link.  The result lies
+in the user's cache folder under the digest of the whole, written by rename; a lock file keeps two processes from
+compiling the same thing at once.
+What must stay true: the same sources, declarations, flags and compiler give the same path; nothing is written
+anywhere but in the cache folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from ..errors import BuildError
+from ..kernels import catalog
+from ..kernels.spec import F32, I32, PTR, U32, U64, KernelSpec
+
+__all__ = ["Compiler", "build", "cache_root", "find_compiler", "unit_text"]
+
+_KINDS: Final = {PTR: "p", U32: "u", I32: "i", U64: "q", F32: "f"}
+_RIGHTS: Final = {"": "-", "r": "r", "w": "w", "rw": "b"}
+_FLAGS: Final = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing",
+                 "-fno-math-errno", "-pthread", "-DFN_SIM", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas",
+                 "-Wno-unused-function", "-Wno-unused-variable", "-Wno-unused-const-variable")
+_V3_FEATURES: Final = {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"}
+_INCLUDE: Final = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_WORDS_BYTES: Final = 600
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler.  command: how to call it.  version: its first words.  target: flags for this machine's CPU."""
+
+    command: tuple[str, ...]
+    version: str
+    target: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        return "\0".join((self.version, *self.target))
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One object to compile: its text, what it includes (as digest), and the family it counts for ("" = runtime)."""
+
+    name: str
+    text: str
+    family: str
+    key: str
+
+
+def cache_root() -> Path:
+    """The user's cache folder for built simulators; it may not exist yet."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "flashnext_drv"
+
+
+@lru_cache(maxsize=1)
+def find_compiler() -> Compiler:
+    """g++, else clang++, else the compiler of the `ziglang` wheel.
+
+    Raises BuildError, saying what to install, when there is none.
+    """
+    for name in ("g++", "clang++"):
+        path = shutil.which(name)
+        if path is None:
+            continue
+        version = _version((path, "--version"))
+        if version is not None:
+            return Compiler((path,), version, ("-march=x86-64-v3",) if _has_v3() else ())
+    if find_spec("ziglang") is not None:
+        command = (sys.executable, "-m", "ziglang", "c++")
+        version = _version((sys.executable, "-m", "ziglang", "version"))
+        if version is not None:
+            return Compiler(command, f"zig {version}", ("-mcpu=x86_64_v3",) if _has_v3() else ())
+    raise BuildError("the simulator cannot be built", because="no C++ compiler was found (g++, clang++, ziglang)",
+                     do="install g++ (apt install g++), or pip install 'flashnext_drv[sim]' for the ziglang wheel")
+
+
+def build(families: Sequence[str] | None = None, *, portable: bool = False, ucontext: bool = False,
+          partial: bool = False) -> Path:
+    """Path of the library with the kernels of `families` (None: all), built now if the cache lacks it.
+
+    portable: without CPU extensions.  ucontext: fibers by swapcontext (what machines other than x86-64 use).
+    partial: a family that does not compile is left out (its modules are refused with the compiler's words) instead of
+    failing the build; for work on kernels.  Raises BuildError with the compiler's first complaint.
+    """
+    compiler = find_compiler()
+    flags = _FLAGS + (("-DFN_SIM_PORTABLE",) if portable else compiler.target)
+    if ucontext:
+        flags += ("-DFN_SIM_UCONTEXT=1",)
+    chosen = tuple(families) if families is not None else catalog.families()
+    root = catalog.source_root()
+    runtime = [_unit(root, f"sim/{p.name}", p.read_text(encoding="utf-8"), "", p.parent, compiler, flags)
+               for p in sorted((root / "sim").glob("*.cpp"))]
+    kernels: list[_Unit] = []
+    broken: dict[str, str] = {}
+    for family in chosen:
+        try:
+            kernels += [_unit(root, source, unit_text(family, specs), family, root, compiler, flags)
+                        for source, specs in _by_source(family)]
+        except BuildError as error:
+            if not partial:
+                raise
+            broken[family] = str(error)
+    mark = hashlib.sha256()
+    for unit in (*runtime, *kernels):
+        mark.update(f"{unit.family}\0{unit.name}\0{unit.key}\0".encode())
+    for family in chosen:
+        mark.update(f"{family}\0{broken.get(family) or catalog.image_digest(family)}\0".encode())
+    folder = cache_root() / f"sim-{mark.hexdigest()[:32]}"
+    library = folder / "libcuda.so.1"
+    if library.is_file():
+        return library
+    with _lock(cache_root() / "build.lock"):
+        if library.is_file():
+            return library
+        objects = _compile(runtime + kernels, compiler, flags, root, broken if partial else None)
+        good = [u for u in runtime + kernels if u.family not in broken]
+        table = _table(chosen, broken)
+        record = _unit(root, "sim/built", table, "", root / "sim", compiler, flags)
+        objects |= _compile([record], compiler, flags, root, None)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            out = Path(scratch) / "libcuda.so.1"
+            _run(compiler.command + ("-shared", "-pthread", "-Wl,-soname,libcuda.so.1", "-o", str(out),
+                                     *(str(objects[u.key]) for u in (*good, record))), "link")
+            os.replace(out, library)
+    return library
+
+
+def unit_text(family: str, specs: Sequence[KernelSpec]) -> str:
+    """The text that compiles all `specs` of one source: the source once per kernel under that kernel's macros."""
+    lines = [f'#define FN_SIM_FAMILY "{family}"', '#include "prelude.cuh"']
+    for spec in specs:
+        macros = (*spec.macros(),
+                  ("FN_SIM_KINDS", '"' + "".join(_KINDS[a.kind] for a in spec.args) + '"'),
+                  ("FN_SIM_RIGHTS", '"' + "".join(_RIGHTS[a.rights] for a in spec.args) + '"'))
+        lines += [f"#define {name} {value}" for name, value in macros]
+        lines.append(f'#include "{spec.source}"')
+        lines += [f"#undef {name}" for name, _ in macros]
+    return "\n".join(lines) + "\n"
+
+
+def _by_source(family: str) -> list[tuple[str, list[KernelSpec]]]:
+    groups: dict[str, list[KernelSpec]] = {}
+    for spec in catalog.specs(family):
+        groups.setdefault(spec.source, []).append(spec)
+    return list(groups.items())
+
+
+def _unit(root: Path, name: str, text: str, family: str, folder: Path, compiler: Compiler, flags: Sequence[str]) -> _Unit:
+    digest = hashlib.sha256("\0".join((compiler.key, *flags, text)).encode())
+    for path, data in sorted(_included(root, folder, text).items()):
+        digest.update(path.encode() + b"\0" + hashlib.sha256(data).digest())
+    return _Unit(name, text, family, digest.hexdigest()[:40])
+
+
+def _included(root: Path, folder: Path, text: str) -> dict[str, bytes]:
+    """Every file that `text` (standing in `folder`) includes by quotes, directly or not: path -> bytes."""
+    found: dict[str, bytes] = {}
+    todo = [(folder, text)]
+    while todo:
+        here, words = todo.pop()
+        for name in _INCLUDE.findall(words):
+            path = next((p for p in (here / name, root / name) if p.is_file()), None)
+            if path is None:
+                continue
+            key = os.path.relpath(path.resolve(), root.resolve())
+            if key not in found:
+                found[key] = path.read_bytes()
+                todo.append((path.parent, found[key].decode("utf-8", "replace")))
+    return found
+
+
+def _compile(units: Sequence[_Unit], compiler: Compiler, flags: Sequence[str], root: Path,
+             broken: dict[str, str] | None) -> dict[str, Path]:
+    """Objects of `units` by key; a failing unit is noted in `broken` when that is given, else raised."""
+    store = cache_root() / "objects"
+    store.mkdir(parents=True, exist_ok=True)
+    missing = [u for u in units if not (store / f"{u.key}.o").is_file()]
+
+    def one(unit: _Unit) -> None:
+        with tempfile.TemporaryDirectory(dir=store) as scratch:
+            source, out = Path(scratch) / "unit.cpp", Path(scratch) / "unit.o"
+            source.write_text(unit.text, encoding="utf-8")
+            command = (*compiler.command, *flags, f"-I{root}", f"-I{root / 'sim'}", "-c", str(source), "-o", str(out))
+            try:
+                _run(command, unit.name)
+            except BuildError as error:
+                if broken is None or not unit.family:
+                    raise
+                broken.setdefault(unit.family, str(error))
+                return
+            os.replace(out, store / f"{unit.key}.o")
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        list(pool.map(one, missing))
+    return {u.key: store / f"{u.key}.o" for u in units}
+
+
+def _run(command: Sequence[str], what: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        first = next((line for line in said if "error" in line), said[0] if said else f"exit {done.returncode}")
+        raise BuildError(f"the simulator's {what} does not compile", because=first[:_WORDS_BYTES],
+                         do="see the compiler's output: " + " | ".join(said[:8])[:_WORDS_BYTES])
+
+
+def _table(chosen: Sequence[str], broken: dict[str, str]) -> str:
+    """C++ text of the list that module.cpp compares images with."""
+    rows = []
+    for family in chosen:
+        words = broken.get(family, "").encode("ascii", "replace").decode().replace("\\", "\\\\").replace('"', '\\"')
+        digest = "" if family in broken else catalog.image_digest(family)
+        rows.append(f'    {{"{family}", "{digest}", "{" ".join(words.split())[:_WORDS_BYTES]}"}},')
+    return ("namespace fnsim {\nstruct Built { const char *family, *digest, *words; };\n"
+            "extern const Built built[];\nconst Built built[] = {\n" + "\n".join(rows)
+            + "\n    {nullptr, nullptr, nullptr},\n};\n}\n")
+
+
+def _version(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    said = done.stdout.strip().splitlines()
+    return said[0] if done.returncode == 0 and said else None
+
+
+def _has_v3() -> bool:
+    if platform.machine() != "x86_64":
+        return False
+    try:
+        words = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    flags = re.search(r"^flags\s*:(.*)$", words, re.MULTILINE)
+    return flags is not None and _V3_FEATURES <= set(flags.group(1).split())
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
