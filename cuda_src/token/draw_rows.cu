@@ -154,7 +154,8 @@ FN_DEVICE u64 prefix_end(DrawShared& s, const Source& source, u64 floor, u64 nee
             fn_atomic_add_u32(&s.limb[2][bin], (u32)(q >> 28));
         });
         __syncthreads();
-        u32 lane = threadIdx.x & 31u, warp = threadIdx.x >> 5, bin = kBins - 1 - threadIdx.x, n = s.count[bin];
+        u32 lane = threadIdx.x & 31u, warp = threadIdx.x >> 5;
+        u32 bin = kBins - 1 - threadIdx.x, n = s.count[bin];
         u64 limbs = s.limb[0][bin] + ((u64)s.limb[1][bin] << 14) + ((u64)s.limb[2][bin] << 28);
         u64 own = by_weight ? limbs : n;
         u64 upto = own;  // inclusive sum from the highest digit down
