@@ -62,6 +62,7 @@ _PROBE: Final = ("import ctypes,sys\n"
 _driver: Any = None
 _loaded: str = ""
 _launch_kernel: Any = None
+_n_findings = 0
 
 
 def ensure(device: str = "auto") -> str:
@@ -428,8 +429,21 @@ def _error(name: str, code: int, shown: dict[str, object]) -> DriverError:
         kind = OutOfMemory
     elif code in _STICKY:
         kind = ContextLost
-    because = "the context is lost" if kind is ContextLost else ""
-    return kind(name, code, code_name, because=because, do="close and open anew" if because else "", **shown)
+    because = _finding() or ("the context is lost" if kind is ContextLost else "")
+    return kind(name, code, code_name, because=because,
+                do="close and open anew" if kind is ContextLost else "",
+                **shown)
+
+
+def _finding() -> str:
+    """What the simulator says about the call that just failed; "" on a GPU and for planned failures."""
+    global _n_findings
+    control: Any = sys.modules.get("flashnext_drv.sim.control") if _loaded == "sim" else None
+    if control is None or not control.attached() or control.finding_count() == _n_findings:
+        return ""
+    _n_findings = control.finding_count()
+    text: str = control.last_finding()
+    return text
 
 
 def _missing(name: str, error: Exception) -> DriverMissing:

@@ -114,12 +114,11 @@ class DeviceArena(Arena):
                     self.address = api.cuMemAlloc(size_bytes)
                 except OutOfMemory as error:
                     raise _out_of_memory(ctx, error, "device", free_before) from error
-                entry = ctx.ledger.add(name, "device", size_bytes,
-                                       -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES)
+                entry = ctx.ledger.add(name, "device", size_bytes)
                 undo.callback(ctx.free, api.cuMemFree, self.address, entry)
                 taken = free_before - api.cuMemGetInfo()[0]
-                if 0 <= taken <= size_bytes + 2 * _BLOCK_BYTES:
-                    entry.measured(taken)
+                plausible = 0 <= taken <= size_bytes + 2 * _BLOCK_BYTES
+                entry.measured(taken if plausible else -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES)
                 if guard:
                     api.cuMemsetD8Async(self.address, POISON, size_bytes, ctx.service_stream)
                     api.cuStreamSynchronize(ctx.service_stream)
