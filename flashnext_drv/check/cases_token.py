@@ -234,7 +234,7 @@ def _expect_ple(got: F32Array, tail: NDArray[Any], old: NDArray[Any], key: F32Ar
     """One run of at most 9 rows against FP64.  The convolution starts from the fp16 inputs the kernel stored.
 
     u = 2^-24.  A sum of the order has `steps` = 2 ceil(H / 512) + 8 roundings on any path.  Of positive
-    terms: relative steps u; then 1/rms has (steps + 2) u / 2 + 2 u.  The score's terms carry 4 roundings more.
+    terms: relative steps u; then 1/rms has (steps + 2) u / 2 + 2 u.  The score's terms carry 4 more.
     The gate is monotone in the score: its error is its change over the score's error, and of its own
     6 u + u |root| (sigmoid 2.3 ulp).
     """
