@@ -126,7 +126,7 @@ class UsageError(FlashNextError):
 class LeakError(FlashNextError):
     """Something opened was not closed.  entries: one text a leak, with its creation site."""
 
-    def __init__(self, what: str, *, entries: tuple[str, ...], because: str = "", do: str = "",
+    def __init__(self, what: str, *, entries: tuple[str, ...] = (), because: str = "", do: str = "",
                  **facts: object) -> None:
         self.entries = entries
         super().__init__(what, because=because or "; ".join(entries), do=do, **facts)
