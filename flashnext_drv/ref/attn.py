@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .glue import Weights, apply_rope, load_linear, rms_norm, rope_table, sigmoid, vector
+from .glue import Weights, apply_rope, falling_order, load_linear, rms_norm, rope_table, sigmoid, vector
 from .rounding import EXACT, Array, Rounding
 
 __all__ = ["PART_ENTRIES", "BlockChoice", "QsaShape", "Rows", "SparseAttention", "attend",
@@ -88,10 +88,10 @@ def block_scores(query: NDArray[Any], pooled: NDArray[Any]) -> Array:
 
 
 def choose_blocks(scores: NDArray[Any], budget: int) -> BlockChoice:
-    """The `budget` best of scores (blocks,), by higher score, then lower index."""
+    """The `budget` best of scores (blocks,), by higher score (NaN above all), then lower index."""
     if len(scores) <= budget:
         return BlockChoice(np.arange(len(scores)), np.inf)
-    order = np.argsort(-np.asarray(scores), kind="stable")
+    order = falling_order(scores)
     return BlockChoice(np.sort(order[:budget]), float(scores[order[budget - 1]] - scores[order[budget]]))
 
 
@@ -131,8 +131,10 @@ class SparseAttention:
 
     def __init__(self, weights: Weights, prefix: str, shape: QsaShape, eps: float):
         self._shape, self._eps = shape, eps
-        self._q, self._k, self._v, self._o = (load_linear(weights,
-                                                          f"{prefix}.{name}_proj") for name in "qkvo")
+        self._q = load_linear(weights, f"{prefix}.q_proj")
+        self._k = load_linear(weights, f"{prefix}.k_proj")
+        self._v = load_linear(weights, f"{prefix}.v_proj")
+        self._o = load_linear(weights, f"{prefix}.o_proj")
         self._index = load_linear(weights, f"{prefix}.indexer.index_qk_proj")
         self._q_norm = vector(weights, f"{prefix}.q_norm.weight")
         self._k_norm = vector(weights, f"{prefix}.k_norm.weight")
@@ -155,8 +157,8 @@ class SparseAttention:
         q = rms_norm(query[..., :s.head_dim], self._q_norm, s.head_dim, self._eps)
         q = rounding.half(apply_rope(q, cos, sin))
         k = self._k(m, rounding).reshape(t, s.n_kv_heads, s.head_dim)
-        state["k"].append(rounding.half(apply_rope(rms_norm(k, self._k_norm, s.head_dim, self._eps), cos,
-                                                   sin)))
+        k = rms_norm(k, self._k_norm, s.head_dim, self._eps)
+        state["k"].append(rounding.half(apply_rope(k, cos, sin)))
         state["v"].append(rounding.half(self._v(m, rounding).reshape(t, s.n_kv_heads, s.head_dim)))
         index = self._index(m, rounding).reshape(t, s.index_heads + 1, s.index_dim)
         index_q = rms_norm(index[:, :-1], self._iq_norm, s.index_dim, self._eps)
@@ -183,8 +185,8 @@ class SparseAttention:
         done, complete = len(state["pooled"]), len(state["raw"]) // s.ratio
         if done == complete:
             return
-        raw = state["raw"].take(np.arange(done * s.ratio, complete * s.ratio)).reshape(-1, s.ratio,
-                                                                                       s.index_dim)
+        raw = state["raw"].take(np.arange(done * s.ratio, complete * s.ratio))
+        raw = raw.reshape(-1, s.ratio, s.index_dim)
         cos, sin = rope_table(np.arange(done, complete) * s.ratio, s.rope_dim, s.theta, rounding)
         key = rms_norm(raw.mean(axis=1), self._ik_norm, s.index_dim, self._eps)
         state["pooled"].append(rounding.half(apply_rope(key, cos, sin)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Final, cast
 
 import numpy as np
@@ -31,6 +31,10 @@ CODEBOOKS: Final = ("3inst", "mcg", "mul1")
 MARKERS: Final = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 PAIRS: Final = tuple((name, float(bits)) for name in CODEBOOKS for bits in range(1, 9)) + tuple(
     ("mul1", bits) for bits in (1.5, 2.5, 3.5))
+
+
+# W_q up to this many elements is kept in fp64 too, larger ones are widened in column strips at each use
+_WIDE_SIZE: Final = 1 << 20
 
 
 @cache
@@ -191,8 +195,19 @@ class Linear:
 
     def __call__(self, x: NDArray[Any], rounding: Rounding = EXACT) -> Array:
         """y = ((((x * suh) H) W_q) H) * svh + bias: (..., K) -> (..., N) fp64."""
-        y = rotate(self.operand(x, rounding) @ self.w_q.astype(np.float64)) * self.svh.astype(np.float64)
+        operand = self.operand(x, rounding)
+        if self.w_q.size <= _WIDE_SIZE:
+            inner = operand @ self._wide
+        else:
+            step = max(128, _WIDE_SIZE // self.w_q.shape[0])
+            inner = np.concatenate([operand @ self.w_q[:, at:at + step].astype(np.float64)
+                                    for at in range(0, self.w_q.shape[1], step)], axis=-1)
+        y = rotate(inner) * self.svh.astype(np.float64)
         return rounding.single(y if self.bias is None else y + self.bias.astype(np.float64))
+
+    @cached_property
+    def _wide(self) -> Array:
+        return self.w_q.astype(np.float64)
 
 
 def row_width(n_words: int, dim: int) -> int:

@@ -35,8 +35,8 @@ class DeltaShape:
         return 2 * self.n_key_heads * self.key_dim + self.n_value_heads * self.value_dim
 
 
-def causal_conv(x: NDArray[Any], tail: NDArray[Any], w: NDArray[Any], dilation: int = 1) -> tuple[Array,
-                                                                                                  Array]:
+def causal_conv(x: NDArray[Any], tail: NDArray[Any], w: NDArray[Any],
+                dilation: int = 1) -> tuple[Array, Array]:
     """Depthwise causal convolution, last tap on the current token.
 
     x (T, C); tail ((taps - 1) * dilation, C) the rows before, oldest first; w (C, taps).

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from .exl3 import Linear
 from .rounding import EXACT, Array, Rounding
 
-__all__ = ["Matmul", "Plain", "Site", "Weights", "apply_rope", "load_linear", "rms_norm", "rope_table",
-           "sigmoid", "silu", "softplus", "vector"]
+__all__ = ["Matmul", "Plain", "Site", "Weights", "apply_rope", "falling_order", "load_linear", "rms_norm",
+           "rope_table", "sigmoid",  "silu", "softplus", "vector"]
 
 Weights = Mapping[str, NDArray[Any]]
 Matmul = Callable[[NDArray[Any], Rounding], Array]
@@ -40,6 +40,13 @@ def softplus(x: NDArray[Any]) -> Array:
     return np.logaddexp(0.0, np.asarray(x, np.float64))
 
 
+def falling_order(x: NDArray[Any]) -> NDArray[np.int64]:
+    """Indices of the last axis by falling value, NaN above all, equal values by rising index."""
+    value = np.asarray(x, np.float64)
+    nan = np.isnan(value)
+    return np.asarray(np.lexsort((-np.where(nan, 0.0, value), ~nan), axis=-1), np.int64)
+
+
 def rms_norm(x: NDArray[Any], w: NDArray[Any], group: int, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) * (1 + w) over consecutive groups of `group` channels of the last axis;
     fp64."""
@@ -48,8 +55,8 @@ def rms_norm(x: NDArray[Any], w: NDArray[Any], group: int, eps: float) -> Array:
     return scaled.reshape(x.shape) * (1.0 + np.asarray(w, np.float64))
 
 
-def rope_table(positions: NDArray[Any], dim: int, theta: float, rounding: Rounding = EXACT) -> tuple[Array,
-                                                                                                     Array]:
+def rope_table(positions: NDArray[Any], dim: int, theta: float,
+               rounding: Rounding = EXACT) -> tuple[Array, Array]:
     """cos and sin of position * theta^(-2i/dim), i < dim / 2: two (positions, dim / 2) fp64.
 
     With contract rounding the frequency, its product with the position, and cos and sin are fp32 values.

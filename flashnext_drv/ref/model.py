@@ -92,7 +92,7 @@ class _Layer:
     def __init__(self, dims: Dims, weights: Weights, prefix: str, i_layer: int):
         self.attn_site = Site(weights, f"{prefix}.attn_hyper_connection", dims.n_streams, dims.eps)
         self.mlp_site = Site(weights, f"{prefix}.mlp_hyper_connection", dims.n_streams, dims.eps)
-        self.experts = Experts(weights, f"{prefix}.mlp", dims.n_experts, dims.n_active)
+        self.experts = Experts(weights, f"{prefix}.mlp", dims.n_active)
         self.sparse = self.delta = self.ple = None
         if i_layer in dims.sparse_layers:
             self.sparse = SparseAttention(weights, f"{prefix}.self_attn", dims.qsa, dims.eps)
@@ -152,8 +152,8 @@ class Model:
                 streams = r.single(streams + added)
                 kept.add(f"L{i}.ple.out", added)
             mixed, inject = layer.attn_site(streams, r)
-            kept.add(f"L{i}.attn_hyper_connection.mixed", mixed).add(f"L{i}.attn_hyper_connection.inject",
-                                                                     inject)
+            kept.add(f"L{i}.attn_hyper_connection.mixed", mixed)
+            kept.add(f"L{i}.attn_hyper_connection.inject", inject)
             if layer.sparse:
                 y, chosen = layer.sparse(mixed, state.layers[i], r)
                 choices.append(chosen)
@@ -162,12 +162,13 @@ class Model:
             streams = r.single(streams + inject[:, :, None] * y[:, None, :])
             kept.add(f"L{i}.attn.out", y)
             mixed, inject = layer.mlp_site(streams, r)
-            kept.add(f"L{i}.mlp_hyper_connection.mixed", mixed).add(f"L{i}.mlp_hyper_connection.inject",
-                                                                    inject)
+            kept.add(f"L{i}.mlp_hyper_connection.mixed", mixed)
+            kept.add(f"L{i}.mlp_hyper_connection.inject", inject)
             y, route = layer.experts(mixed, r)
             routes.append(route)
             streams = r.single(streams + inject[:, :, None] * y[:, None, :])
-            kept.add(f"L{i}.mlp.out", y).add(f"L{i}.streams", streams)
+            kept.add(f"L{i}.mlp.out", y)
+            kept.add(f"L{i}.streams", streams)
         mixed, _ = self._mixer(streams, r)
         kept.add("mixer.out", mixed)
         state.position += len(ids)
@@ -192,10 +193,9 @@ class _Kept:
         self._wanted = wanted
         self.values: dict[str, Array] = {}
 
-    def add(self, name: str, value: Array) -> _Kept:
+    def add(self, name: str, value: Array) -> None:
         if self._wanted:
             self.values[name] = value.reshape(len(value), -1)
-        return self
 
 
 def _delta(layer: _Layer) -> DeltaNet:

@@ -8,15 +8,15 @@ Source: model notes, section 6.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .glue import Matmul, Plain, Weights, load_linear, sigmoid, silu
+from .glue import Matmul, Plain, Weights, falling_order, load_linear, sigmoid, silu
 from .rounding import EXACT, Array, Rounding
 
-__all__ = ["Experts", "Routes", "route", "swiglu"]
+__all__ = ["KEPT_EXPERTS", "Experts", "Routes", "route", "swiglu"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +30,16 @@ class Routes:
 
 
 def route(logits: NDArray[Any], n_active: int) -> Routes:
-    """logits (T, E) -> the n_active best of each row, ties to the lower id; gap is inf when every expert is
-    chosen."""
-    order = np.argsort(-np.asarray(logits, np.float64), axis=1, kind="stable")
+    """logits (T, E) -> the n_active best of each row, NaN above all, ties to the lower id.
+
+    The gap is inf when every expert is chosen.
+    """
+    order = falling_order(logits)
     ranked = np.take_along_axis(np.asarray(logits, np.float64), order, axis=1)
     chosen = np.exp(ranked[:, :n_active] - ranked[:, :1])
-    gap = ranked[:, n_active - 1] - ranked[:,
-                                           n_active] if logits.shape[1] > n_active else np.full(len(logits),
-                                                                                                np.inf)
+    gap = np.full(len(logits), np.inf)
+    if logits.shape[1] > n_active:
+        gap = ranked[:, n_active - 1] - ranked[:, n_active]
     return Routes(order[:, :n_active], chosen / chosen.sum(axis=1, keepdims=True), gap)
 
 
@@ -46,12 +48,15 @@ def swiglu(x: NDArray[Any], gate: Matmul, up: Matmul, down: Matmul, rounding: Ro
     return down(rounding.single(silu(gate(x, rounding)) * up(x, rounding)), rounding)
 
 
-class Experts:
-    """One mlp: router, n_experts experts and the shared one.  Experts are decoded at their first use."""
+KEPT_EXPERTS: Final = 32
 
-    def __init__(self, weights: Weights, prefix: str, n_experts: int, n_active: int):
-        self._weights, self._prefix = weights, prefix
-        self._n_experts, self._n_active = n_experts, n_active
+
+class Experts:
+    """One mlp: router, experts and the shared one.  Experts are decoded at use; the last KEPT_EXPERTS are
+    kept."""
+
+    def __init__(self, weights: Weights, prefix: str, n_active: int):
+        self._weights, self._prefix, self._n_active = weights, prefix, n_active
         self._router = load_linear(weights, f"{prefix}.gate")
         self._shared_gate = load_linear(weights, f"{prefix}.shared_expert_gate")
         self._shared = self._split(f"{prefix}.shared_expert")
@@ -70,6 +75,8 @@ class Experts:
 
     def _expert(self, expert: int) -> tuple[Matmul, Matmul, Matmul]:
         if expert not in self._loaded:
+            if len(self._loaded) == KEPT_EXPERTS:
+                del self._loaded[next(iter(self._loaded))]
             fused = f"{self._prefix}.experts.gate_up_proj"
             if fused in self._weights:
                 both = np.asarray(self._weights[fused][expert], np.float64)
@@ -81,6 +88,6 @@ class Experts:
         return self._loaded[expert]
 
     def _split(self, prefix: str) -> tuple[Matmul, Matmul, Matmul]:
-        gate, up, down = (load_linear(self._weights, f"{prefix}.{name}_proj") for name in ("gate", "up",
-                                                                                           "down"))
-        return gate, up, down
+        return (load_linear(self._weights, f"{prefix}.gate_proj"),
+                load_linear(self._weights, f"{prefix}.up_proj"),
+                load_linear(self._weights, f"{prefix}.down_proj"))

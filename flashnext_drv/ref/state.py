@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["State", "synthetic_state"]
 
 _SPARSE: Final = ("k", "v", "raw", "pooled")
+_DELTA: Final = ("recurrent", "conv")
 _TYPES: Final = {"k": np.float16, "v": np.float16, "raw": np.float16, "pooled": np.float16,
                  "conv": np.float16, "recurrent": np.float32}
 _CHUNK: Final = 1 << 22
@@ -72,8 +73,7 @@ class State:
                 layers.append({name: Rows(value if fp16 else value.astype(np.float64))
                                for name, value in rows.items()})
             else:
-                layers.append({name: arrays[f"L{i}.{name}"].astype(np.float64) for name in ("recurrent",
-                                                                                            "conv")})
+                layers.append({name: arrays[f"L{i}.{name}"].astype(np.float64) for name in _DELTA})
             if f"L{i}.ple_conv" in arrays:
                 ple[i] = {"conv": arrays[f"L{i}.ple_conv"].astype(np.float64), "ids": arrays["ids"].copy()}
         return cls(position, layers, ple)
@@ -98,8 +98,8 @@ def synthetic_state(config: Dims, position: int, seed: int) -> dict[str, NDArray
             out[f"L{i}.pooled"] = _half(seed, f"L{i}.pooled", (position // c.qsa.ratio, c.qsa.index_dim))
         else:
             shape = (c.gdn.n_value_heads, c.gdn.key_dim, c.gdn.value_dim)
-            out[f"L{i}.recurrent"] = _half(seed, f"L{i}.recurrent",
-                                           shape).astype(np.float32) * np.float32(2.0**-4)
+            recurrent = _half(seed, f"L{i}.recurrent", shape).astype(np.float32)
+            out[f"L{i}.recurrent"] = recurrent * np.float32(2.0**-4)
             out[f"L{i}.conv"] = _half(seed, f"L{i}.conv", (c.gdn.taps - 1, c.gdn.channels))
         if i in c.ple_layers:
             reach = (c.ple_taps - 1) * c.ngram_size

@@ -113,8 +113,8 @@ class Ple:
         self._table = NgramTable(weights, table, embed_dim // len(tables.sizes))
         self._key = load_linear(weights, f"{prefix}.key_proj")
         self._value = load_linear(weights, f"{prefix}.value_proj")
-        self._norms = {name: vector(weights, f"{prefix}.norm_{name}.weight") for name in ("key", "query",
-                                                                                          "conv")}
+        names = ("key", "query", "conv")
+        self._norms = {name: vector(weights, f"{prefix}.norm_{name}.weight") for name in names}
         self._conv = vector(weights, f"{prefix}.conv1d.weight").reshape(n_streams * hidden, -1)
         self._n_streams, self._hidden, self._eps = n_streams, hidden, eps
         self._eos, self._tables = eos, tables
@@ -136,8 +136,8 @@ class Ple:
         emb = self._table.rows(rows, rounding)
         key = rms_norm(self._key(emb, rounding), self._norms["key"], hidden, self._eps).reshape(t, s, hidden)
         value = self._value(emb, rounding)
-        query = rms_norm(streams.reshape(t, -1), self._norms["query"], hidden, self._eps).reshape(t, s,
-                                                                                                  hidden)
+        query = rms_norm(streams.reshape(t, -1), self._norms["query"], hidden, self._eps)
+        query = query.reshape(t, s, hidden)
         a = (key * query).sum(axis=-1) / np.sqrt(float(hidden))
         a = np.sign(a) * np.sqrt(np.maximum(np.abs(a), 1e-6))
         y = sigmoid(a)[..., None] * value[:, None]

@@ -55,8 +55,8 @@ def micro() -> Golden:
 
 @pytest.fixture(scope="module")
 def tiny(request: pytest.FixtureRequest) -> Golden:
-    folder = request.config.getoption("--golden", default=None)
-    if folder is None or not (Path(folder) / "exl3_tiny").is_dir():
+    folder = request.config.getoption("--golden")
+    if not folder or not (Path(folder) / "exl3_tiny").is_dir():
         pytest.skip("exl3_tiny needs --golden DIR")
     return Golden(Path(folder) / "exl3_tiny")
 

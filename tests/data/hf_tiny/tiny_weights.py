@@ -83,8 +83,8 @@ def _delta_net(b: _Builder, p: str, c: dict[str, Any]) -> None:
     b.weights[f"{p}.A_log"] = _scaled(b.flat(f"{p}.A_log", n_v) * 216 // 256 - 128, 5)
     bias = _scaled(b.flat(f"{p}.dt_bias", n_v) * 192 // 256 - 160, 5)
     b.weights[f"{p}.dt_bias"] = np.trunc(bias * 16).astype(np.float32) / 16
-    b.weights[f"{p}.norm.weight"] = (1 + _scaled(b.bell(f"{p}.norm.weight", (d_v,)) >> 1,
-                                                 7)).astype(np.float32)
+    norm = _scaled(b.bell(f"{p}.norm.weight", (d_v,)) >> 1, 7)
+    b.weights[f"{p}.norm.weight"] = (1 + norm).astype(np.float32)
     b.linear(f"{p}.out_proj.weight", (hidden, n_v * d_v), 0.5)
 
 
