@@ -51,7 +51,9 @@ class Pages:
     """Pages of the sequences of one case.
 
     k, v: (physical, 64, n_kv, 256) f16; raw (physical, 64, 128), pooled (physical, 16, 128) f16: views of
-    `kv` and `index`, all poison at first.  at[sequence]: physical page of each logical page.
+    `kv` and `index`, all poison at first.  at[sequence]: physical page of each logical page;
+    local[sequence]: which of the sequence's own pages that is (with pages "shared", several logical pages
+    are one).
     """
 
     kv_offset = _KV_GAP
@@ -69,12 +71,13 @@ class Pages:
         total = 0
         for sequence in self.sequences:
             n = last[sequence] // PAGE_TOKENS + 1
-            local = np.arange(n)[::-1] if mode == "reversed" else np.arange(n)
-            self.local[sequence] = local % _SHARED_PAGES if mode == "shared" else local
+            self.local[sequence] = np.arange(n) % _SHARED_PAGES if mode == "shared" else np.arange(n)
             total += int(self.local[sequence].max()) + 1
         shuffle = np.arange(total)
         if mode == "permuted":
             shuffle = np.argsort(np.asarray(bits(seed, "pages", (total,))), kind="stable")
+        elif mode == "reversed":
+            shuffle = shuffle[::-1]
         self.at: dict[int, NDArray[np.int64]] = {}
         base = 0
         for sequence in self.sequences:

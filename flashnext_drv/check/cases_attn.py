@@ -34,13 +34,11 @@ from .operands import (
     within_f16,
 )
 
-__all__ = ["build", "chosen_blocks", "mma_bound"]
+__all__ = ["build", "check_part", "chosen_blocks", "mma_bound"]
 
 Arrays = dict[str, NDArray[Any]]
 F64Array = NDArray[np.float64]
 EPS: Final = 1e-6
-_CUT: Final = 2.0**-23
-_LARGE: Final = 2.0**127
 _FORMATS: Final = {"f16": FORMAT_F16, "bf16": FORMAT_BF16, "exl3": exl3_format(3, "mul1")}
 
 
@@ -53,16 +51,20 @@ def mma_bound(products: F64Array) -> F64Array:
     """How far a chain of mma steps over the last axis (a multiple of 16) may be from the exact sum of
     `products`.
 
-    A step cuts 17 terms below 2^-25 of the largest one and its result below 2^-23 (a 16-term step), or twice
-    9 terms below 2^-24 and 2^-23: in both cases less than 11 2^-23 of the largest term or partial sum; 1%
-    more for the partial sums' own errors.
+    A sum of 16 products and the accumulator cuts 17 terms below 2^-25 of the largest, and its result below
+    2^-23; one of 8 cuts 9 terms below 2^-24, and its result likewise.  The larger of the two; 2% more
+    because partial sums carry their own errors.
     """
-    with np.errstate(invalid="ignore", over="ignore"):
-        steps = products.reshape(*products.shape[:-1], -1, 16)
+    def chain(width: int, term: float) -> F64Array:
+        steps = products.reshape(*products.shape[:-1], products.shape[-1] // width, width)
         after = np.abs(np.cumsum(steps.sum(axis=-1), axis=-1))
-        before = np.concatenate((np.zeros_like(after[..., :1]), after[..., :-1]), axis=-1)
-        inside = np.abs(steps).sum(axis=-1)     # the second half starts from at most this beside `before`
-        return np.asarray(11.1 * _CUT * np.maximum(np.maximum(before, after), inside).sum(axis=-1))
+        before = np.concatenate((np.zeros_like(after[..., :1]), after[..., :-1]), axis=-1)[...,
+                                                                                           :after.shape[-1]]
+        largest = np.maximum(np.abs(steps).max(axis=-1), before)
+        return np.asarray(1.02 * ((width + 1) * term * largest + 2.0**-23 * after).sum(axis=-1))
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.maximum(chain(16, 2.0**-25), chain(8, 2.0**-24))
 
 
 def _own(seed: int, name: str, rows: list[tuple[int, int]], cap: int, shape: tuple[int, ...],
@@ -137,26 +139,26 @@ def _qsa_prep(case: Case, seed: int) -> Operands:
     tables, moves = pages.tables()
     arrays |= tables | {"q16": poisoned_rows(cap, n_q, HEAD, dtype=np.float16),
                         "iq16": poisoned_rows(cap, 4, INDEX_HEAD, dtype=np.float16)}
-    before = pages.like(pages.kv.copy(), pages.index.copy())
+    before, source = pages.like(pages.kv.copy(), pages.index.copy()), dict(arrays)
 
     def expect(got: Arrays) -> None:
         after = pages.like(got["kv"], got["index"])
         for r, (sequence, position) in enumerate(rows):
             page, entry = pages.entry(sequence, position)
-            cs = arrays["rope"][r]
+            cs = source["rope"][r]
             for h in range(n_q):
-                _check_head(f"q16 row {r} head {h}", got["q16"][r, h], arrays["q"][r, h, :HEAD],
-                            arrays["q_norm"], cs)
+                _check_head(f"q16 row {r} head {h}", got["q16"][r, h], source["q"][r, h, :HEAD],
+                            source["q_norm"], cs)
             for h in range(4):
-                _check_head(f"iq16 row {r} head {h}", got["iq16"][r, h], arrays["idx"][r, h],
-                            arrays["iq_norm"], cs)
+                _check_head(f"iq16 row {r} head {h}", got["iq16"][r, h], source["idx"][r, h],
+                            source["iq_norm"], cs)
             for h in range(n_kv):
-                _check_head(f"K row {r} head {h}", after.k[page, entry, h], arrays["k"][r, h],
-                            arrays["k_norm"], cs)
+                _check_head(f"K row {r} head {h}", after.k[page, entry, h], source["k"][r, h],
+                            source["k_norm"], cs)
             with np.errstate(over="ignore"):
-                same_bits(f"V row {r}", after.v[page, entry], arrays["v"][r].astype(np.float16))
+                same_bits(f"V row {r}", after.v[page, entry], source["v"][r].astype(np.float16))
                 same_bits(f"raw key of row {r}", after.raw[page, entry],
-                          arrays["idx"][r, 4].astype(np.float16))
+                          source["idx"][r, 4].astype(np.float16))
             before.k[page, entry], before.v[page, entry] = after.k[page, entry], after.v[page, entry]
             before.raw[page, entry] = after.raw[page, entry]
             if position % BLOCK == BLOCK - 1:
@@ -167,8 +169,8 @@ def _qsa_prep(case: Case, seed: int) -> Operands:
                 near(f"mean key of row {r}", mean, exact,
                      3 * F32_ULP * np.abs(raw).astype(np.float64).sum(axis=0))
                 _check_head(f"pooled key of row {r}", after.pooled[page, entry // BLOCK], mean,
-                            arrays["ik_norm"],
-                            arrays["rope_block"][r])
+                            source["ik_norm"],
+                            source["rope_block"][r])
                 before.pooled[page, entry // BLOCK] = after.pooled[page, entry // BLOCK]
         same_bits("KV pages elsewhere", after.kv, before.kv)
         same_bits("index pages elsewhere", after.index, before.index)
@@ -335,7 +337,7 @@ def _qsa_attn(case: Case, seed: int) -> Operands:
                 keys, vals = (x[page, entry, h // group].astype(np.float64) for x in (pages.k, pages.v))
                 for p in range(parts):
                     cut = slice(PART * p, PART * (p + 1))
-                    _check_part(f"row {r} head {h} part {p}", q16[r, h].astype(np.float64), keys[cut],
+                    check_part(f"row {r} head {h} part {p}", q16[r, h].astype(np.float64), keys[cut],
                     vals[cut],
                                 got["part_m"][r, h, p], got["part_l"][r, h, p], got["part_o"][r, h, p])
             for name in ("part_m", "part_l", "part_o"):
@@ -349,7 +351,7 @@ def _qsa_attn(case: Case, seed: int) -> Operands:
     return Operands(arrays, scalars, (max_parts, n_kv, cap), moves, ("part_m", "part_l", "part_o"), expect)
 
 
-def _check_part(name: str, q: F64Array, k: F64Array, v: F64Array, m: Any, length: Any, o: NDArray[Any]
+def check_part(name: str, q: F64Array, k: F64Array, v: F64Array, m: Any, length: Any, o: NDArray[Any]
                 ) -> None:
     """One part in FP64.  k, v (entries, 256).  The bounds follow the declaration, term by term."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
@@ -378,9 +380,10 @@ def _qsa_merge(case: Case, seed: int) -> Operands:
     parts = [-(-len(attended(p, budget, np.arange(budget))) // PART) for _, p in rows]
     max_parts, k = max(parts) + 1, HEAD * n_q
     q = _own(seed, "q", rows, cap, (n_q, 2 * HEAD), 4.0)
-    m = _own(seed, "m", rows, cap, (n_q, max_parts), 64.0 if special == "spread" else 4.0)
-    length = np.abs(_own(seed, "l", rows, cap, (n_q, max_parts), 32.0)) + np.float32(1)
-    o = _own(seed, "o", rows, cap, (n_q, max_parts, HEAD), 16.0)
+    m = _own(seed, "m", rows, cap, (max_parts, n_q), 64.0 if special == "spread" else 4.0)
+    m = np.ascontiguousarray(m.swapaxes(1, 2))
+    length = np.abs(_own(seed, "l", rows, cap, (max_parts, n_q), 32.0).swapaxes(1, 2)) + np.float32(1)
+    o = _own(seed, "o", rows, cap, (max_parts, n_q, HEAD), 16.0).swapaxes(1, 2).copy()
     flag = poisoned_rows(cap, dtype=np.uint32)
     flag[:n] = 0
     if special == "flag":

@@ -54,29 +54,27 @@ QSA_PREP: Final = KernelSpec(
           Arg("rope", PTR, "(rows_cap, 32, 2) f32: cos, sin at the row's position", "r"),
           Arg("rope_block", PTR, "(rows_cap, 32, 2) f32: the same at 4 (position / 4)", "r"),
           Arg("q_norm", PTR, "(256) f32", "r"), Arg("k_norm", PTR, "(256) f32", "r"),
-          Arg("iq_norm", PTR, "(128) f32", "r"), Arg("ik_norm", PTR, "(128) f32",
-                                                     "r"), _KV_OFFSET, _INDEX_OFFSET,
+          Arg("iq_norm", PTR, "(128) f32", "r"), Arg("ik_norm", PTR, "(128) f32", "r"), _KV_OFFSET,
+          _INDEX_OFFSET,
           Arg("q16", PTR, "(rows_cap, n_q, 256) f16", "w"), Arg("iq16", PTR, "(rows_cap, 4, 128) f16", "w"),
           _N_Q, _N_KV, Arg("rope_dim", U32, "64, or 0: no rotation"), Arg("eps", F32, "1e-7..1e-4")),
     grid="ceil((n_q + 2 n_kv + 5) / 4), rows_cap", block=128,
     limits={"sm_90a": Limit(regs=48, blocks_per_sm=8), "sm_80": Limit(regs=48, blocks_per_sm=8)},
     reference="attn.SparseAttention",
     bound="From the f32 inputs: the sum of squares N/32 + 6 roundings of 2^-24, 1/rms half of that + 2.5, "
-          "three "
-          "products and the rotation 3 more: 12 2^-24 of (|a cos| + |b sin|); then half an f16 ulp (2^-11 "
-          "relative, "
-          "2^-25 absolute).  Pooled keys start from the stored raw keys; their mean adds 3 roundings.  v, "
-          "raw: exact.",
+          "three products and the rotation 3 more: 12 2^-24 of (|a cos| + |b sin|); then half an f16 ulp "
+          "(2^-11 relative, 2^-25 absolute). Pooled keys start from the mean of the stored raw keys, whose "
+          "sum has 3 roundings. v, raw: exact. Bits: the order's oracle.",
     cases=(_case("first_token", _each(0)), _case("block_ends", _each(3)), _case("four_rows", _span(0, 3)),
-           _case("over_a_page", _span(61, 67)), _case("window_across_blocks", _span(126, 132),
-                                                      pages="reversed"),
+           _case("over_a_page", _span(61, 67)),
+           _case("window_across_blocks", _span(126, 132), pages="reversed"),
            _case("several_sequences", "0:5,0:6,0:7,1:63,2:0,2:1,3:131", pages="permuted"),
            _case("decode_sixteen", _each(*range(50, 66))), _case("grouped_12", _each(7, 64), n_q=24),
            _case("one_kv_head", _span(2, 4), n_q=16, n_kv=1), _case("no_groups", _span(6, 8), n_q=2),
            _case("far", _span(262140, 262143), pages="shared"),
            _case("far_apart", "0:262011,1:262004", n_q=24, pages="shared"),
-           _case("nonfinite", _span(60, 67), special="nonfinite"), _case("zeros", _span(0, 3),
-                                                                         special="zeros")))
+           _case("nonfinite", _span(60, 67), special="nonfinite"),
+           _case("zeros", _span(0, 3), special="zeros")))
 
 INDEX_SCORE: Final = KernelSpec(
     name="index_score", source="attn/index_score.cu", order="index_score_v1",
@@ -85,41 +83,39 @@ INDEX_SCORE: Final = KernelSpec(
           _MAX_BLOCKS, _BUDGET),
     grid="any, rows_cap", block=128, limits={"sm_90a": Limit(regs=96), "sm_80": Limit(regs=96)},
     reference="attn.block_scores",
-    bound="A head's dot: 8 steps, each cut below 2^-23 of its largest term or sum, 18 such cuts a step "
-          "bounded by "
-          "8 2^-23 sum |q k| (2^-22 on generations that sum 8 at once); three additions and a product: 4 "
-          "2^-24 of the "
-          "sum of heads.",
+    bound="A head's dot is a chain of 8 mma steps (cases_attn.mma_bound: each step cuts 17 terms below "
+          "2^-25 of the largest and its result below 2^-23; or twice 9 terms below 2^-24); three additions "
+          "and a product: 4 2^-24 of the sum of heads.",
     cases=(_case("within_budget", _each(31, 34, 2)), _case("one_beyond", _each(35)),
            _case("edges", _each(31, 35, 36, 38, 63, 67, 71)), _case("one_page", _each(63), budget=2),
-           _case("run", _span(62, 68), pages="reversed"), _case("sixteen", _each(*range(100, 116)), grid=2),
+           _case("run", _span(62, 68), pages="reversed"),
+           _case("sixteen", _each(*range(100, 116)), grid=2),
            _case("mixed_budget_16", _each(63, 66, 67, 130, 200), budget=16),
            _case("real_budget", _each(2047, 2049, 2050, 2051, 2060), budget=512, pages="shared"),
            _case("far", _each(262143), budget=512, pages="shared", grid=3),
-           _case("zero_queries", _each(100), special="zeros"), _case("nonfinite", _each(100, 131),
-                                                                     special="nonfinite")))
+           _case("zero_queries", _each(100), special="zeros"),
+           _case("nonfinite", _each(100, 131), special="nonfinite")))
 
 INDEX_SELECT: Final = KernelSpec(
     name="index_select", source="attn/index_select.cu", order="index_pick_v1",
     args=(_ROUND, _ROWS, Arg("score", PTR, "(rows_cap, max_blocks) f32", "r"),
           Arg("sel", PTR, "(rows_cap, budget) u32, rising block ids, only beyond the budget", "w"),
           Arg("flag", PTR, "(rows_cap) u32: 1 when a score is NaN", "w"), _MAX_BLOCKS, _BUDGET),
-    grid="rows_cap", block=512, shared_bytes=8336, limits={"sm_90a": Limit(regs=56, blocks_per_sm=2),
-                                                           "sm_80": Limit(regs=56, blocks_per_sm=2)},
+    grid="rows_cap", block=512, shared_bytes=8336,
+    limits={"sm_90a": Limit(regs=56, blocks_per_sm=2), "sm_80": Limit(regs=56, blocks_per_sm=2)},
     reference="attn.choose_blocks", bound="Exact.",
     cases=(_case("within_budget", _each(0, 3, 31, 34)), _case("one_beyond", _each(35)),
            _case("edges", _each(31, 35, 36, 38, 63, 67, 71)), _case("run", _span(62, 68)),
-           _case("sixteen", _each(*range(100, 116))), _case("budget_16", _each(63, 66, 67, 130, 200),
-                                                            budget=16),
+           _case("sixteen", _each(*range(100, 116))),
+           _case("budget_16", _each(63, 66, 67, 130, 200), budget=16),
            _case("real_budget", _each(2047, 2049, 2050, 2051, 2060), budget=512),
            _case("zeros_at_the_cut", _each(100, 203, 2100), special="relu"),
            _case("all_equal", _each(100, 2060, 35), special="equal"),
-           _case("signed_zeros", _each(100, 203), special="signed"), _case("near_ties", _each(4099),
-                                                                           special="near"),
-           _case("nan", _each(100, 100, 203, 34), special="nan"), _case("inf", _each(100, 203),
-                                                                        special="inf"),
-           _case("many_nan", _each(203), special="many_nan"), _case("far", _each(262143), budget=512,
-                                                                    special="relu"),
+           _case("signed_zeros", _each(100, 203), special="signed"),
+           _case("near_ties", _each(4099), special="near"),
+           _case("nan", _each(100, 100, 203, 34), special="nan"),
+           _case("inf", _each(100, 203), special="inf"), _case("many_nan", _each(203), special="many_nan"),
+           _case("far", _each(262143), budget=512, special="relu"),
            _case("large_budget", _each(262003), budget=2048)))
 
 QSA_ATTN: Final = KernelSpec(
@@ -132,19 +128,16 @@ QSA_ATTN: Final = KernelSpec(
     grid="max_parts, n_kv, rows_cap", block=128, shared_bytes=7168,
     limits={"sm_90a": Limit(regs=232, blocks_per_sm=2), "sm_80": Limit(regs=232, blocks_per_sm=2)},
     reference="attn.attend",
-    bound="From q, K, V as stored.  s: 16 steps, each cut below 18 2^-23 of its largest term or sum (2^-22 "
-          "where a step "
-          "is two sums), times 1/16: ds.  m within ds.  e relative 2 ds + 2 2^-24 + 2^-24 |s - m|.  l: "
-          "that plus 6 "
-          "2^-24.  o: sum of e |v| times (that + 2^-11 for f16, 2^-25 absolute) + 4 cuts of 18 2^-23 of "
-          "sum e |v|.",
+    bound="From q, K, V as stored. s: chain of 16 mma steps (mma_bound), times 1/16: ds. m within ds. e "
+          "relative: 2 ds + 2^-22 (exp) + 2^-24 |s - m|. l: that plus 6 2^-24. o: sum of |v| times (that + "
+          "2^-11 e + 2^-25), plus a chain of 4 mma steps.",
     cases=(_case("one", _each(0)), _case("short", _each(2, 3, 4)),
            _case("part_ends", _each(62, 63, 64), budget=64),
            _case("two_parts", _each(126, 127, 128, 129), budget=64),
-           _case("grouped_12", _each(63, 70), n_q=24, budget=16), _case("one_kv_head", _each(65, 40), n_q=16,
-                                                                        n_kv=1),
-           _case("no_groups", _each(15, 130), n_q=2), _case("group_9", _each(50), n_q=9, n_kv=1),
-           _case("run", _span(34, 40)), _case("budget_edges", _each(30, 31, 34, 35, 36, 37, 38)),
+           _case("grouped_12", _each(63, 70), n_q=24, budget=16),
+           _case("one_kv_head", _each(65, 40), n_q=16, n_kv=1), _case("no_groups", _each(15, 130), n_q=2),
+           _case("group_9", _each(50), n_q=9, n_kv=1), _case("run", _span(34, 40)),
+           _case("budget_edges", _each(30, 31, 34, 35, 36, 37, 38)),
            _case("budget_16", _each(62, 63, 66, 67, 68, 69, 70, 200), budget=16, pages="reversed"),
            _case("sixteen", _each(*range(28, 44)), n_q=2, n_kv=1),
            _case("real_budget", _each(2050, 2051, 2060), n_q=2, n_kv=1, budget=512, pages="shared"),
@@ -160,18 +153,18 @@ QSA_MERGE: Final = KernelSpec(
           Arg("part_l", PTR, "(rows_cap, n_q, max_parts) f32", "r"),
           Arg("part_o", PTR, "(rows_cap, n_q, max_parts, 256) f32", "r"),
           Arg("flag", PTR, "(rows_cap) u32: not 0 makes the row NaN", "r"),
-          Arg("linear", PTR, "FnLinear: o_proj (k = 256 n_q); its x is written",
-              "r"), _N_Q, _BUDGET, _MAX_PARTS),
-    grid="n_q, rows_cap", block=64, shared_bytes=768, limits={"sm_90a": Limit(regs=128),
-                                                              "sm_80": Limit(regs=128)},
+          Arg("linear", PTR, "FnLinear: o_proj (k = 256 n_q); its x is written", "r"), _N_Q, _BUDGET,
+          _MAX_PARTS),
+    grid="n_q, rows_cap", block=64, shared_bytes=768,
+    limits={"sm_90a": Limit(regs=144), "sm_80": Limit(regs=144)},
     reference="attn.attend",
     bound="From the parts: each merge 2 roundings and two exponentials (1.1 ulp and |m - M| 2^-24 each) on "
-          "non-negative weights: (5 parts + spread of m) 2^-24 of sum w |o| / l; division, sigmoid 2.5 "
-          "ulp, product; "
-          "EXL3: product with suh, 8 roundings of the rotation on the block's magnitudes; then half an f16 "
-          "ulp.",
-    cases=(_case("one_part", _each(0, 62), dtype="exl3"), _case("plain_f16", _each(63, 64, 127), dtype="f16"),
-           _case("bf16", _each(40), dtype="bf16"), _case("budget_8", _each(35, 200), dtype="exl3"),
+          "weights that are not negative: (10 parts + 4 (max m - min m)) 2^-24 of sum w |o| / l; division, "
+          "sigmoid 2.5 ulp, product; EXL3: product with suh, 8 roundings of the rotation on the block's "
+          "magnitudes; then half an f16 ulp.",
+    cases=(_case("one_part", _each(0, 62), dtype="exl3"),
+           _case("plain_f16", _each(63, 64, 127), dtype="f16"), _case("bf16", _each(40), dtype="bf16"),
+           _case("budget_8", _each(35, 200), dtype="exl3"),
            _case("grouped_12", _each(70, 130), n_q=24, budget=16, dtype="exl3"),
            _case("real_budget", _each(2047, 2050), n_q=2, n_kv=1, budget=512, dtype="exl3"),
            _case("large_budget", _each(6000), n_q=2, n_kv=1, budget=1024, dtype="exl3"),
