@@ -152,9 +152,11 @@ class Manifest:
         Raises CheckpointError whose fields changed, added, dropped (names) and renamed ((old, new)) tell all
         differences.
         """
-        there = {
-            f.name: f for f in Manifest.of(folder, cache=cache, use_cache=use_cache, progress=progress).files
-        }
+        self.compare(Manifest.of(folder, cache=cache, use_cache=use_cache, progress=progress), str(folder))
+
+    def compare(self, other: Manifest, folder: str) -> None:
+        """Raise as verify() does when `other`, made from `folder`, is not equal."""
+        there = {f.name: f for f in other.files}
         here = {f.name: f for f in self.files}
         dropped = [name for name in here if name not in there]
         added = [name for name in there if name not in here]
@@ -179,7 +181,7 @@ class Manifest:
         if found:
             raise CheckpointError(
                 "pack differs from its manifest",
-                folder=str(folder),
+                folder=folder,
                 **found,
                 do="fetch the pack again, or make a new manifest if the change is wanted",
             )

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from ..errors import CheckpointError, UsageError
 from .config import ModelConfig
+from .fill import FillRule
 from .header import FileHeader, Tensor, read_header
 from .inventory import Need, mtp_needs, text_needs
 from .manifest import Manifest
@@ -71,6 +72,11 @@ class PackBase(ABC):
     @abstractmethod
     def digest(self) -> str:
         """SHA-256, hex, that names these bytes."""
+
+    def fill_plan(self, name: str) -> FillRule | None:
+        """The rule by which kernel synth_fill makes this tensor; None where bytes must be read."""
+        self.tensor(name)
+        return None
 
     def tensor(self, name: str) -> Tensor:
         """The record of `name`.  Raises CheckpointError when the pack has none."""

@@ -17,15 +17,22 @@ from ..errors import UsageError
 
 __all__ = ["MODELS", "SynthModel"]
 
-_GAINS: Final[Mapping[str, int]] = {"head": 4, "router": 4, "router.shared": 4, "gdn.a": 3, "gdn.b": 3}
+_GAINS: Final[Mapping[str, int]] = {
+    "head": 4,
+    "gdn.out": 3,
+    "router": 4,
+    "router.shared": 4,
+    "gdn.a": 3,
+    "gdn.b": 3,
+}
 
 
 @dataclass(frozen=True)
 class SynthModel:
     """One model.  text: fields of text_config.  bits: width by role; a role that is absent is a plain matrix.
 
-    shard_bytes: most data bytes of a shard, 0 = half of the pack.  ngram_rows: rows of the table by default, 0 = as
-    `text` says.
+    shard_bytes: most data bytes of a shard, 0 = half of the pack.  ngram_rows: rows of the table by default,
+    0 = as `text` says.
     """
 
     name: str
