@@ -205,12 +205,14 @@ FN_DEVICE constexpr u32 fn_ring_span(u32 w2) {
 }
 
 template <u32 W2> struct FnRing {
-    static constexpr u32 kWords = 4 * W2;       // 32-bit words of a tile
-    static constexpr u32 kTileBytes = 16 * W2;
-    static constexpr bool kAligned = W2 % 8 == 0;                              // windows end with a word in every lane
-    static constexpr u32 kVector = (16 + fn_ring_behind(W2, 0) + 31) / 32;     // words that hold all windows, shifted
-    static constexpr u32 kLoads = (fn_ring_span(W2) + 31) / 32;                // words that hold them, as stored
-    static constexpr bool kTwoOffsets = kLoads == 2 || W2 >= 10;  // from 5 bits on word 1 is always just below word 0
+    enum : u32 {  // not static members: those would become device variables
+        kWords = 4 * W2,                                    // 32-bit words of a tile
+        kTileBytes = 16 * W2,
+        kAligned = W2 % 8 == 0,                             // every lane's windows end with a word
+        kVector = (16 + fn_ring_behind(W2, 0) + 31) / 32,   // words that hold all windows of a lane, shifted
+        kLoads = (fn_ring_span(W2) + 31) / 32,              // words that hold them, as stored
+        kTwoOffsets = kLoads == 2 || W2 >= 10,              // from 5 bits on word 1 is always just below word 0
+    };
     static_assert(kLoads == 2 || kLoads == 3, "two or three words a lane");
 
     u32 shift, low, middle, high;  // bits behind the last window; byte offsets of words 0, 1 and the last
@@ -262,23 +264,23 @@ template <u32 W2> struct FnRing {
 // ---- weights of a warp: two neighbouring tiles of 16 outputs, one k step of 16 at a time ------------------------
 
 template <u32 W2, u32 CODEBOOK> struct FnTrellis {
-    static constexpr u32 kDepth = W2 <= 8 ? 4 : W2 <= 10 ? 3 : 2;  // k steps whose words are on their way
-    static constexpr bool kBf16 = false;
+    enum : u32 { kDepth = W2 == 7 || W2 > 10 ? 2 : 4, kBf16 = 0 };  // kDepth: k steps whose words are on their way
     struct Step { u32 w[2][FnRing<W2>::kLoads]; };
 
     FnRing<W2> ring;
-    const u8* data;  // the pair's first tile at the first k step
+    const u8* data;  // the pair's first tile at the next k step
     u32 row_bytes;   // one k step further
 
     FN_DEVICE FnTrellis(const FnWeight& w, u32, u32 n, u32 pair, u32 step0) : ring(threadIdx.x & 31u) {
         row_bytes = n / 16u * FnRing<W2>::kTileBytes;
         data = reinterpret_cast<const u8*>(w.data) + (u64)step0 * row_bytes + 2u * pair * FnRing<W2>::kTileBytes;
     }
-    FN_DEVICE void load(u32 step, Step& s) const {
-        const u8* tile = data + (u64)step * row_bytes;
+    FN_DEVICE void load(u32 i, Step& s) const {  // of the i-th step from here
+        const u8* tile = data + (u64)row_bytes * i;
         ring.load(tile, s.w[0]);
         ring.load(tile + FnRing<W2>::kTileBytes, s.w[1]);
     }
+    FN_DEVICE void advance(u32 n) { data += (u64)row_bytes * n; }
     FN_DEVICE void operand(const Step& s, int i, u32 (&a)[4]) const {
         u32 state[8];
         ring.states(s.w[i], state);
@@ -290,22 +292,22 @@ template <u32 W2, u32 CODEBOOK> struct FnTrellis {
 };
 
 template <bool BF16> struct FnPlain {
-    static constexpr u32 kDepth = BF16 ? 2 : 4;
-    static constexpr bool kBf16 = BF16;
+    enum : u32 { kDepth = BF16 ? 2 : 4, kBf16 = BF16 };
     struct Step { uint4 w[2]; };
 
-    const uint4* data;  // this lane's words of the pair's first tile at the first k step
-    u32 other;          // steps to the second tile, 0 if there is none
+    const uint4* data;  // this lane's words of the pair's first tile at the next k step
+    u32 other;          // 32 k steps to the second tile, 0 if there is none
 
     FN_DEVICE FnPlain(const FnWeight& w, u32 k, u32 n, u32 pair, u32 step0) {
         u32 steps = k / 16u;
         data = reinterpret_cast<const uint4*>(w.data) + ((u64)(2u * pair) * steps + step0) * 32u + (threadIdx.x & 31u);
-        other = 16u * (2u * pair + 1u) < n ? steps : 0u;
+        other = 16u * (2u * pair + 1u) < n ? 32u * steps : 0u;
     }
-    FN_DEVICE void load(u32 step, Step& s) const {
-        s.w[0] = fn_ldg(data + (u64)step * 32u);
-        s.w[1] = other ? fn_ldg(data + (u64)(step + other) * 32u) : make_uint4(0, 0, 0, 0);
+    FN_DEVICE void load(u32 i, Step& s) const {
+        s.w[0] = fn_ldg(data + 32u * i);
+        s.w[1] = other ? fn_ldg(data + 32u * i + other) : make_uint4(0, 0, 0, 0);
     }
+    FN_DEVICE void advance(u32 n) { data += 32u * n; }
     FN_DEVICE void operand(const Step& s, int i, u32 (&a)[4]) const {
         a[0] = s.w[i].x, a[1] = s.w[i].y, a[2] = s.w[i].z, a[3] = s.w[i].w;
     }
@@ -313,59 +315,81 @@ template <bool BF16> struct FnPlain {
 
 // The warp's operand rows: lane 4 g + t reads row g (and g + 8).  Rows that are not live are fed as zeros.
 template <u32 ROW_TILES> struct FnRows {
-    const u16* at[ROW_TILES];  // the lane's row at the first k step, plus 4 t halves
+    const u16* at[ROW_TILES];  // the lane's row at the next k step, plus 4 t halves
     bool live[ROW_TILES];
 
-    FN_DEVICE void load(u32 step, uint2 (&b)[ROW_TILES]) const {
+    FN_DEVICE void load(u32 i, uint2 (&b)[ROW_TILES]) const {  // of the i-th step from here
 #pragma unroll
-        for (u32 i = 0; i < ROW_TILES; i++)
-            b[i] = live[i] ? fn_ldg(reinterpret_cast<const uint2*>(at[i] + 16u * step)) : make_uint2(0, 0);
+        for (u32 r = 0; r < ROW_TILES; r++)
+            b[r] = live[r] ? fn_ldg(reinterpret_cast<const uint2*>(at[r] + 16u * i)) : make_uint2(0, 0);
+    }
+    FN_DEVICE void advance(u32 n) {
+#pragma unroll
+        for (u32 r = 0; r < ROW_TILES; r++) at[r] += 16u * n;
     }
 };
 
-// d[tile][row tile] += weights x rows over n_steps k steps, k rising.
+// One k step: d[tile][row tile] += weights x rows.
 template <class Weights, u32 ROW_TILES>
-FN_DEVICE void fn_dot_run(const Weights& weights, const FnRows<ROW_TILES>& rows, u32 n_steps,
-                          float (&d)[2][ROW_TILES][4]) {
+FN_DEVICE void fn_dot_step(const Weights& weights, const typename Weights::Step& words, const uint2 (&x)[ROW_TILES],
+                           float (&d)[2][ROW_TILES][4]) {
+#pragma unroll
+    for (int tile = 0; tile < 2; tile++) {
+        u32 a[4];
+        weights.operand(words, tile, a);
+#pragma unroll
+        for (u32 r = 0; r < ROW_TILES; r++) {
+            u32 b[2] = {x[r].x, x[r].y};
+            if constexpr (Weights::kBf16 != 0) {
+                u32 hi[2], lo[2];
+                fn_bf16_split(b[0], hi[0], lo[0]);
+                fn_bf16_split(b[1], hi[1], lo[1]);
+                fn_mma_bf16(d[tile][r], a, hi);
+                fn_mma_bf16(d[tile][r], a, lo);
+            } else {
+                fn_mma_f16(d[tile][r], a, b);
+            }
+        }
+    }
+}
+
+// d += weights x rows over n_steps k steps, k rising.  Groups of kDepth steps: the words of the next group are asked for
+// as those of this one are used; the steps that make no group come last.
+template <class Weights, u32 ROW_TILES>
+FN_DEVICE void fn_dot_run(Weights weights, FnRows<ROW_TILES> rows, u32 n_steps, float (&d)[2][ROW_TILES][4]) {
     constexpr u32 depth = Weights::kDepth;
     typename Weights::Step words[depth];
     uint2 x[depth][ROW_TILES];
+    u32 n_groups = n_steps / depth, n_rest = n_steps - n_groups * depth;
+    if (n_groups) {
 #pragma unroll
-    for (u32 i = 0; i < depth; i++) {
-        if (i < n_steps) {
+        for (u32 i = 0; i < depth; i++) {
             weights.load(i, words[i]);
             rows.load(i, x[i]);
         }
-    }
-    for (u32 first = 0; first < n_steps; first += depth) {
+        weights.advance(depth);
+        rows.advance(depth);
+#pragma unroll 1
+        while (--n_groups) {
 #pragma unroll
-        for (u32 i = 0; i < depth; i++) {
-            if (first + i >= n_steps) return;
-            u32 b[ROW_TILES][2];
-#pragma unroll
-            for (u32 r = 0; r < ROW_TILES; r++) b[r][0] = x[i][r].x, b[r][1] = x[i][r].y;
-#pragma unroll
-            for (int tile = 0; tile < 2; tile++) {
-                u32 a[4];
-                weights.operand(words[i], tile, a);
-#pragma unroll
-                for (u32 r = 0; r < ROW_TILES; r++) {
-                    if constexpr (Weights::kBf16) {
-                        u32 hi[2], lo[2];
-                        fn_bf16_split(b[r][0], hi[0], lo[0]);
-                        fn_bf16_split(b[r][1], hi[1], lo[1]);
-                        fn_mma_bf16(d[tile][r], a, hi);
-                        fn_mma_bf16(d[tile][r], a, lo);
-                    } else {
-                        fn_mma_f16(d[tile][r], a, b[r]);
-                    }
-                }
+            for (u32 i = 0; i < depth; i++) {
+                fn_dot_step(weights, words[i], x[i], d);
+                weights.load(i, words[i]);
+                rows.load(i, x[i]);
             }
-            if (first + i + depth < n_steps) {
-                weights.load(first + i + depth, words[i]);
-                rows.load(first + i + depth, x[i]);
-            }
+            weights.advance(depth);
+            rows.advance(depth);
         }
+#pragma unroll
+        for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);
+    }
+#pragma unroll 1
+    while (n_rest--) {
+        weights.load(0, words[0]);
+        rows.load(0, x[0]);
+        fn_dot_step(weights, words[0], x[0], d);
+        weights.advance(1);
+        rows.advance(1);
     }
 }
 
