@@ -1,5 +1,5 @@
 // device.cpp: initialisation, device facts, contexts, and the table behind cuGetProcAddress.  Settings are taken by
-// fnsim_set before cuInit; handles, the entry lock and the counters live here.
+// fnsim_set; handles, the entry lock and the counters live here.
 #include <algorithm>
 #include <cstdio>
 #include <mutex>
@@ -312,21 +312,32 @@ FN_EXPORT Result cuGetProcAddress(const char* name, void** out, int version, u64
     return cuGetProcAddress_v2(name, out, version, flags, nullptr);
 }
 
-// Settings by name; 0 when taken.  Seed, workers and check_rights may change any time, the others before cuInit.
+// Settings by name.  0: taken; 1: unknown name or value out of range; 2: what is open forbids it.
 FN_EXPORT int fnsim_set(const char* name, u64 value) {
     std::lock_guard<std::recursive_mutex> hold(lock);
     const std::string key = name;
-    if (key == "seed") settings.seed = value;
-    else if (key == "workers" && value >= 1 && value <= 64) settings.n_workers = value;
-    else if (key == "check_rights") settings.check_rights = value;
-    else if (!world.contexts.empty()) return 2;
-    else if (key == "memory_bytes" && value) settings.memory_bytes = value;
-    else if (key == "sms" && value) settings.n_sms = value;
-    else if (key == "devices" && value >= 1 && value <= 4) settings.n_devices = value;
-    else if (key == "generation" && (value == 80 || value == 90)) {
+    if (key == "seed") {
+        settings.seed = value;
+    } else if (key == "workers" && value >= 1 && value <= 64) {
+        settings.n_workers = value;
+    } else if (key == "check_rights") {
+        settings.check_rights = value;
+    } else if (key == "sms" && value) {
+        settings.n_sms = value;
+    } else if (key == "generation" && (value == 80 || value == 90)) {
         settings.generation = value;
         set_mma_generation((unsigned)value);
-    } else return 1;
+    } else if (key == "memory_bytes" && value) {
+        for (int d = 0; d < 4; d++)
+            if (device_used(d) > value) return 2;
+        settings.memory_bytes = value;
+    } else if (key == "devices" && value >= 1 && value <= 4) {
+        for (auto& i : world.contexts)
+            if ((u64)i.second->device >= value) return 2;
+        settings.n_devices = value;
+    } else {
+        return 1;
+    }
     return 0;
 }
 FN_EXPORT u64 fnsim_get(const char* name) {

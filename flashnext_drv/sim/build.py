@@ -117,10 +117,10 @@ def build(families: Sequence[str] | None = None, *, portable: bool = False, ucon
         try:
             kernels += [_unit(root, source, unit_text(family, specs), family, root, compiler, flags)
                         for source, specs in _by_source(family)]
-        except BuildError as error:
+        except Exception as error:  # a family's declarations may be half written, in any way
             if not partial:
                 raise
-            broken[family] = str(error)
+            broken[family] = f"{type(error).__name__}: {error}"
     mark = hashlib.sha256()
     for unit in (*runtime, *kernels):
         mark.update(f"{unit.family}\0{unit.name}\0{unit.key}\0".encode())

@@ -1,7 +1,7 @@
 """Settings, counters and findings of the loaded simulator.
 
 Called by tests, check/ and the engine's fault sweeps.  What must stay true: nothing here works, or is needed, on a
-real driver; sizes, device count and generation are taken only while no context exists.
+real driver; a setting that what is open contradicts (less memory than is in use, fewer devices) is refused.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def attached() -> bool:
 
 
 def set_value(name: str, value: int) -> None:
-    """One of SETTINGS.  Raises UsageError on an unknown name, a value out of range, or while a context exists."""
+    """One of SETTINGS.  Raises UsageError on an unknown name, a value out of range, or when what is open forbids it."""
     status = _need().fnsim_set(name.encode(), value)
     if status == 2:
-        raise UsageError(f"simulator setting {name} cannot change while a context exists", do="close what is open first")
+        raise UsageError(f"simulator setting {name}={value} contradicts what is open", do="close that first")
     if status:
         raise UsageError(f"simulator setting {name}={value} is not possible", do=f"names: {', '.join(SETTINGS)}")
 

@@ -29,7 +29,7 @@ def load(settings: Mapping[str, int] | None = None, *, families: Sequence[str] |
         if (found := _mapped_driver()) is not None:
             raise UsageError("the simulator cannot be loaded", because=f"a real driver is in this process: {found}",
                              do="use device cuda, or start the simulator in its own process")
-        path = build.build(families)
+        path = build.build(families, partial=True)
         _loaded = (path, ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL))
         control.attach(_loaded[1])
     for name, value in (settings or {}).items():
