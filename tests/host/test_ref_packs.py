@@ -15,7 +15,7 @@ import pytest
 
 from flashnext_drv.ref import model as ref
 from flashnext_drv.ref.files import FolderWeights
-from flashnext_drv.ref.rounding import CONTRACT, CONTRACT_FP32
+from flashnext_drv.ref.rounding import CONTRACT, CONTRACT_FP32, Rounding
 
 MICRO = Path(__file__).resolve().parents[1] / "data" / "exl3_micro"
 CASES = ("p1", "p3", "p17", "p64", "p150", "p300", "inc110")
@@ -105,6 +105,19 @@ def test_tiny_exact(case: str, tiny: Golden) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_tiny_contract_rounding(case: str, tiny: Golden) -> None:
     check_contract(tiny, case, 0.0012)
+
+
+class HalfStreams(Rounding):
+    """Planted control: everything that the contract keeps in fp32 is stored in fp16."""
+
+    def single(self, x: np.ndarray) -> np.ndarray:
+        return np.asarray(x, np.float64).astype(np.float16).astype(np.float64)
+
+
+@pytest.mark.parametrize("case", ["p64", "inc110"])
+def test_the_median_bound_tells_fp16_streams(case: str, micro: Golden) -> None:
+    got = micro.run(micro.model.with_rounding(HalfStreams(fp16=True, fp32=True)), case)
+    assert ref.median_error(got.logits, micro.want(case).logits) > 0.00075
 
 
 def test_micro_sublayer_outputs(micro: Golden) -> None:
