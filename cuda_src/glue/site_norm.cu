@@ -1,0 +1,83 @@
+// site_norm: adds the last sublayer's output to the streams and normalises each stream for the next site.
+// Contract    streams (rows_cap, 4 hidden) f32 rw, y (rows_cap, hidden) f32, inject (rows_cap, 4) f32, w (4
+//             hidden) f32 -> n16 (rows_cap, 4 hidden) f16 in fragment order, rinv (rows_cap, 4) f32; with add
+//             != 0 the streams are updated in place, else they are left alone and y and inject are not read.
+//             hidden % 16 == 0. Rows >= round.n_rows are not touched.
+// Launch      grid (4 streams, rows_cap), block 256, shared RmsShared.  One stream of one row per block.
+// Arithmetic  s = fma(inject_j, y, s);  rinv_j = order rms_row_v1 over the stream;  n = (s * rinv) * (1 + w);
+//             n16 = f16(n).  rms_row.cuh has the order.
+// Equality    a row's bytes do not depend on other rows.  NaN and Inf reach rinv and n16 of their stream
+//             only.
+// Reference   ref/glue.py rms_norm.  Source: model.md sections 2 and 3, config rms_norm_eps.
+#include "glue/rms_row.cuh"
+#include "exl3.cuh"
+
+namespace FN_NAMESPACE {
+static_assert(FN_THREADS == 256, "rms_row_v1 is an order of 256 threads");
+const u32 KEEP = 3;  // float4s a thread holds in registers: hidden up to 3072; beyond, the rest is read again
+
+FN_DEVICE float4 added(float4 s, float4 y, float p) {
+    return make_float4(fn_fma(p, y.x, s.x), fn_fma(p, y.y, s.y), fn_fma(p, y.z, s.z), fn_fma(p, y.w, s.w));
+}
+
+FN_DEVICE float normed(float s, float w, float rinv) { return fn_mul(fn_mul(s, rinv), fn_add(1.f, w)); }
+FN_DEVICE void store(u16* row, u32 i, float4 s, float4 w, float rinv) {
+    float a = normed(s.x, w.x, rinv), b = normed(s.y, w.y, rinv);
+    float v[4] = {a, b, normed(s.z, w.z, rinv), normed(s.w, w.w, rinv)};
+    fn_store_frag4(row, 4u * i, v);
+}
+}  // namespace FN_NAMESPACE
+
+FN_KERNEL((const FnRound* round, float* streams, const float* y, const float* inject, u32 add, const float* w,
+           u16* n16, float* rinv, u32 hidden, float eps)) {
+    using namespace FN_NAMESPACE;
+    FN_SHARED(FnRmsShared, shared);
+    u32 stream = blockIdx.x, row = blockIdx.y, quads = hidden >> 2, t = threadIdx.x;
+    if (row >= fn_ld(&round->n_rows)) return;
+
+    u64 base = (u64)(row * 4u + stream) * hidden;
+    float4* s4 = reinterpret_cast<float4*>(streams + base);
+    const float4* w4 = reinterpret_cast<const float4*>(w + (u64)stream * hidden);
+    const float4* y4 = reinterpret_cast<const float4*>(y + (u64)row * hidden);
+    float p = add ? fn_ld(inject + row * 4u + stream) : 0.f, acc = 0.f;
+
+    float4 s[KEEP], wk[KEEP], yk[KEEP];
+#pragma unroll
+    for (u32 c = 0; c < KEEP; c++) {
+        u32 i = t + 256u * c;
+        if (i < quads) {
+            s[c] = fn_ld(s4 + i);
+            wk[c] = fn_ldg(w4 + i);
+            if (add) yk[c] = fn_ldg(y4 + i);
+        }
+    }
+#pragma unroll
+    for (u32 c = 0; c < KEEP; c++) {
+        u32 i = t + 256u * c;
+        if (i < quads) {
+            if (add) {
+                s[c] = added(s[c], yk[c], p);
+                s4[i] = s[c];
+            }
+            acc = fn_square4(s[c], acc);
+        }
+    }
+    for (u32 i = t + 256u * KEEP; i < quads; i += 256u) {
+        float4 v = fn_ld(s4 + i);
+        if (add) {
+            v = added(v, fn_ldg(y4 + i), p);
+            s4[i] = v;
+        }
+        acc = fn_square4(v, acc);
+    }
+
+    float r = fn_rms_scale(shared, acc, hidden, eps);
+    if (t == 0) rinv[row * 4u + stream] = r;
+#pragma unroll
+    for (u32 c = 0; c < KEEP; c++) {
+        u32 i = t + 256u * c;
+        if (i < quads) store(n16 + base, i, s[c], wk[c], r);
+    }
+    for (u32 i = t + 256u * KEEP; i < quads; i += 256u)
+        store(n16 + base, i, fn_ld(s4 + i), fn_ldg(w4 + i), r);
+}

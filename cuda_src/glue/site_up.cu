@@ -1,0 +1,134 @@
+// site_up_n8, site_up_n16: the gates of a residual site and the mean of the gated, normed streams.
+// Contract    linear: up, f16 or bf16 weights in fragment order (4 hidden outputs, K = R inputs, one leaf), x
+//             = u f16 (rows_cap, x_stride) in fragment order;  streams (rows_cap, 4 hidden) f32, rinv
+//             (rows_cap, 4) f32, w (4 hidden) f32 -> m (rows_cap, hidden) f32.  hidden % 16 == 0, R % 16 ==
+//             0, rows_cap <= FN_ROWS. Rows >= round.n_rows are neither read nor written.
+// Launch      grid (ceil(hidden / 16)), block 128, shared UpShared.  A block makes 16 channels of all rows:
+//             warp j the 16 gates of stream j; shared memory brings the four streams of a channel together.
+// Arithmetic  order site_mix_v1.  dot = plain_dot_v1 and part_sum_v1: a chain of k16 mma steps a segment,
+//             from +0, k rising, segments added in rising order;  g_j = sigmoid(dot);  n_j = (s_j * rinv_j) *
+//             (1 + w_j) in f32; m = fma(g3, n3, fma(g2, n2, fma(g1, n1, g0 * n0))) * 0.25.
+// Equality    both widths give a row the same bytes, whatever the other rows are.  NaN and Inf of a row stay
+//             in it.
+// Reference   ref/glue.py Site.  Source: model.md section 3.
+//
+// The weights are read once from memory, so what counts is how many bytes are on their way: a lane asks for
+// up to BATCH 16-byte words before it uses the first.  An SM holds one or two of these blocks, so the
+// registers are there.
+#include "exl3.cuh"
+
+namespace FN_NAMESPACE {
+const u32 BATCH = 20;        // k steps asked for at once: all of K at the published low rank of 320
+const u32 TILES = FN_ROWS / 8;
+const u32 STRIDE = 20;       // floats between rows in shared memory: the lanes of a store hit different banks
+
+struct UpShared { float g[4][FN_ROWS][STRIDE]; };
+
+// d = chain over n_steps k steps from +0.  a: the lane's words of the tile at the first step; x: the lane's
+// operand rows there, null for rows that are not live, which are fed as zeros.
+FN_DEVICE void chain(float (&d)[TILES][4], const uint4* a, const u16* const (&x)[TILES], u32 n_steps,
+                     bool bf16) {
+#pragma unroll
+    for (u32 r = 0; r < TILES; r++) d[r][0] = d[r][1] = d[r][2] = d[r][3] = 0.f;
+    for (u32 first = 0; first < n_steps; first += BATCH) {
+        uint4 words[BATCH];
+#pragma unroll
+        for (u32 i = 0; i < BATCH; i++) {
+            if (first + i < n_steps) words[i] = fn_ldg(a + 32u * (first + i));
+        }
+#pragma unroll
+        for (u32 i = 0; i < BATCH; i++) {
+            if (first + i < n_steps) {
+                u32 w[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
+#pragma unroll
+                for (u32 r = 0; r < TILES; r++) {
+                    uint2 v = make_uint2(0u, 0u);
+                    if (x[r]) v = fn_ldg(reinterpret_cast<const uint2*>(x[r] + 16u * (first + i)));
+                    u32 b[2] = {v.x, v.y};
+                    if (bf16) {
+                        u32 hi[2], lo[2];
+                        fn_bf16_split(b[0], hi[0], lo[0]);
+                        fn_bf16_split(b[1], hi[1], lo[1]);
+                        fn_mma_bf16(d[r], w, hi);
+                        fn_mma_bf16(d[r], w, lo);
+                    } else {
+                        fn_mma_f16(d[r], w, b);
+                    }
+                }
+            }
+        }
+    }
+}
+}  // namespace FN_NAMESPACE
+
+FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, const float* rinv,
+           const float* w, float* m, u32 hidden)) {
+    using namespace FN_NAMESPACE;
+    FN_SHARED(UpShared, shared);
+    u32 n_rows = fn_ld(&round->n_rows), stream = threadIdx.x >> 5, lane = threadIdx.x & 31u;
+    u32 k = linear->k, segments = linear->segments, steps = k / 16u, per_segment = steps / segments;
+    bool bf16 = linear->w.format == FN_FORMAT_BF16;
+
+    const u16* x[TILES];
+#pragma unroll
+    for (u32 r = 0; r < TILES; r++) {
+        u32 row = 8u * r + (lane >> 2);
+        const u16* at = reinterpret_cast<const u16*>(linear->x) + (u64)row * linear->x_stride;
+        x[r] = row < n_rows ? at + 4u * (lane & 3u) : nullptr;
+    }
+    const uint4* a = reinterpret_cast<const uint4*>(linear->w.data) +
+                     (u64)(stream * (hidden / 16u) + blockIdx.x) * steps * 32u + lane;
+
+    // What the mix needs, asked for before the dot: this thread's channel of row threadIdx.x / 16 (and 8
+    // further on).
+    u32 c = 16u * blockIdx.x + (threadIdx.x & 15u);
+    float s[TILES][4], scale[TILES][4], weight[4];
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) weight[j] = fn_ldg(w + j * hidden + c);
+#pragma unroll
+    for (u32 r = 0; r < TILES; r++) {
+        u32 row = 8u * r + (threadIdx.x >> 4);
+        if (row < n_rows) {
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                s[r][j] = fn_ldg(streams + (u64)(4u * row + j) * hidden + c);
+                scale[r][j] = fn_ldg(rinv + 4u * row + j);
+            }
+        }
+    }
+
+    float d[TILES][4];
+    chain(d, a, x, per_segment, bf16);
+    for (u32 segment = 1; segment < segments; segment++) {
+        float next[TILES][4];
+        a += 32u * per_segment;
+#pragma unroll
+        for (u32 r = 0; r < TILES; r++) x[r] = x[r] ? x[r] + 16u * per_segment : nullptr;
+        chain(next, a, x, per_segment, bf16);
+#pragma unroll
+        for (u32 r = 0; r < TILES; r++) fn_add4(d[r], next[r]);
+    }
+#pragma unroll
+    for (u32 r = 0; r < TILES; r++) {
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            u32 row = 8u * r + 2u * (lane & 3u) + (i & 1u);
+            if (row < n_rows) shared.g[stream][row][(lane >> 2) + 8u * (i >> 1)] = fn_sigmoid(d[r][i]);
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (u32 r = 0; r < TILES; r++) {
+        u32 row = 8u * r + (threadIdx.x >> 4);
+        if (row < n_rows) {
+            float sum = 0.f;
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                float g = shared.g[j][row][threadIdx.x & 15u];
+                float n = fn_mul(fn_mul(s[r][j], scale[r][j]), fn_add(1.f, weight[j]));
+                sum = j ? fn_fma(g, n, sum) : fn_mul(g, n);
+            }
+            m[(u64)row * hidden + c] = fn_mul(sum, 0.25f);
+        }
+    }
+}
