@@ -1,0 +1,32 @@
+// gdn_gate_input: norm and gate of the DeltaNet output, then the operand row of the output projection.
+// Contract    o, z (rows_cap, n_v 128) f32, norm_w (128) f32 -> linear.x (rows_cap, x_stride) f16 in fragment
+//             order, rotated for EXL3.  linear.k == n_v 128.  gate: 0 sigmoid, 1 silu.  Rows >= round.n_rows
+//             are not touched.
+// Launch      grid (ceil(n_v / 4), rows_cap), block 128: one warp a head, which is one block of 128 inputs.
+// Arithmetic  order gdn_gate_v1: lane l holds elements 4l .. 4l+3; sum = fma(o, o, acc) from +0 over its
+//             four, rising, then fn_warp_sum;  r = rsqrt(sum * 2^-7 + eps);  v = ((o * r) * norm_w) * act(z);
+//             then exl3 operand.
+// Equality    a row's bytes do not depend on other rows.  NaN and Inf of a head stay in its block of 128.
+// Reference   ref/gdn.py DeltaNet.  Source: model.md section 4, step 6.
+#include "exl3.cuh"
+
+FN_KERNEL((const FnRound* round, const float* o, const float* z, const float* norm_w, const FnLinear* linear,
+           u32 gate, u32 n_v, float eps)) {
+    u32 row = blockIdx.y, head = 4u * blockIdx.x + (threadIdx.x >> 5), lane = threadIdx.x & 31u;
+    if (row >= fn_ld(&round->n_rows) || head >= n_v) return;  // whole warps
+    u64 at = ((u64)row * n_v + head) * 32u + lane;
+    float4 x = fn_ldg(reinterpret_cast<const float4*>(o) + at);
+    float4 g = fn_ldg(reinterpret_cast<const float4*>(z) + at);
+    float4 w = fn_ldg(reinterpret_cast<const float4*>(norm_w) + lane);
+    float v[4] = {x.x, x.y, x.z, x.w}, a[4] = {g.x, g.y, g.z, g.w}, weight[4] = {w.x, w.y, w.z, w.w};
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum = fn_fma(v[i], v[i], sum);
+    float r = fn_rsqrt(fn_add(fn_mul(fn_warp_sum(sum), 0x1p-7f), eps));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float act = gate ? fn_silu(a[i]) : fn_sigmoid(a[i]);
+        v[i] = fn_mul(fn_mul(fn_mul(v[i], r), weight[i]), act);
+    }
+    fn_linear_store_input(v, *linear, row, head);
+}

@@ -1,0 +1,324 @@
+"""Contract cases of the gdn family: convolution, recurrence and output gate, against FP64 from the operands
+as the kernels rounded them.
+
+Called by check/contract.py.  `dims["runs"]` ("3,1,2") gives the rows of each run.  Run i is sequence i, whose
+inputs and first state are the same whatever the other runs are; it lives in slot n-1-i of n = runs + 1 slots,
+so that slot and run never agree by chance.  `dims["sequences"]` ("2,0") picks other sequences,
+`dims["first"]` the sequences' first row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..kernels.spec import Case
+from ..kernels.tables import FORMAT_F16, LINEAR, SLOT, exl3_format
+from .contract import Operands, poison
+from .operands import (
+    F32_ULP,
+    bytes_of,
+    field_at,
+    from_fragment,
+    linear_table,
+    near,
+    poisoned_rows,
+    rotated,
+    round_table,
+    row_order,
+    rows_of,
+    run_table,
+    sigmoid64,
+    signed,
+    untouched,
+    within_f16,
+)
+
+__all__ = ["build", "run_lengths"]
+
+Arrays = dict[str, NDArray[Any]]
+F64Array = NDArray[np.float64]
+N_ROWS: Final = 16
+HEAD: Final = 128
+OFFSET: Final = 512  # bytes before the state of the layer under test: another layer's, must stay
+EPS: Final = 1e-6
+
+
+def build(name: str, case: Case, seed: int) -> Operands:
+    """Operands of one case of a gdn kernel.  Raises KeyError for a kernel of another family."""
+    return _BUILDERS[name](case, seed)
+
+
+def run_lengths(case: Case) -> list[int]:
+    """Rows of each run."""
+    return [int(n) for n in str(case["runs"]).split(",")]
+
+
+class _Runs:
+    """The runs of a case: tables, slots, and rows gathered from per-sequence data."""
+
+    def __init__(self, case: Case, seed: int, state_bytes: int) -> None:
+        self.case, self.seed = case, seed
+        self.lengths = run_lengths(case)
+        self.cap = case.int("rows_cap")
+        self.first = int(case.dims.get("first", 0))
+        picked = str(case.dims.get("sequences", ",".join(str(i) for i in range(len(self.lengths)))))
+        self.sequences = [int(i) for i in picked.split(",")]
+        self.slots = [len(self.lengths) - i for i in range(len(self.lengths))]
+        self.n_rows = sum(self.lengths)
+        self.stride = OFFSET + -(-state_bytes // 256) * 256
+        self.state = poison((len(self.lengths) + 1, self.stride), np.dtype(np.uint8))
+
+    def rows(self, values: Callable[[int], NDArray[Any]]) -> NDArray[Any]:
+        """(rows_cap, ...) of the launch; values(sequence) gives that sequence's (N_ROWS, ...)."""
+        joined = np.concatenate(
+            [
+                values(q)[self.first : self.first + n]
+                for q, n in zip(self.sequences, self.lengths, strict=True)
+            ]
+        )
+        return rows_of(joined, range(self.n_rows), self.cap)
+
+    def fill(self, i_run: int, state: NDArray[Any]) -> None:
+        raw = bytes_of(state).reshape(-1)
+        self.state[self.slots[i_run], OFFSET : OFFSET + raw.size] = raw
+
+    def read(self, state: NDArray[Any], i_run: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """The state of run i out of the array after the launch; everything around it must still be poison."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        mine = state[self.slots[i_run]]
+        untouched("state of another layer", mine[:OFFSET])
+        untouched("bytes behind the state", mine[OFFSET + size :])
+        untouched("slot without a run", state[0])
+        return np.frombuffer(mine[OFFSET : OFFSET + size].tobytes(), dtype).reshape(shape)
+
+    def spans(self) -> list[slice]:
+        ends = np.cumsum([0, *self.lengths])
+        return [slice(int(a), int(b)) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+
+    def arrays(self) -> Arrays:
+        return {
+            "round": round_table(self.n_rows, self.cap, len(self.lengths)),
+            "runs": run_table(self.lengths, self.slots, self.cap),
+            "slots": np.zeros(len(self.state), SLOT),
+            "state": self.state,
+        }
+
+    def relocations(self) -> list[tuple[str, int, str, int]]:
+        at = field_at(SLOT, "recurrent")
+        return [("slots", s * SLOT.itemsize + at, "state", s * self.stride) for s in self.slots]
+
+
+def _gdn_conv(case: Case, seed: int) -> Operands:
+    channels = case.int("channels")
+    runs = _Runs(case, seed, 3 * channels * 2)
+    w = signed(seed, "w", (channels, 4), 1.0)
+    tails = [signed(seed, f"tail{q}", (3, channels), 4.0).astype(np.float16) for q in runs.sequences]
+    for i, tail in enumerate(tails):
+        runs.fill(i, tail)
+
+    def inputs(sequence: int) -> NDArray[Any]:
+        x = signed(seed, f"x{sequence}", (N_ROWS, channels), 4.0)
+        if case.dims.get("special") == "nonfinite" and sequence == 0:
+            x[1, 3], x[2, 4], x[0, 5] = np.nan, np.float32(1e6), -np.inf
+        return x
+
+    x_in = runs.rows(inputs)
+
+    def expect(got: Arrays) -> None:
+        for i, span in enumerate(runs.spans()):
+            with np.errstate(over="ignore", invalid="ignore"):
+                f = np.concatenate([tails[i], x_in[span].astype(np.float16)])
+                n = runs.lengths[i]
+                terms = np.stack(
+                    [w[:, j].astype(np.float64) * f[j : j + n].astype(np.float64) for j in range(4)]
+                )
+                v = terms.sum(axis=0)
+                want = v * sigmoid64(v)
+                size = np.nan_to_num(np.abs(terms).sum(axis=0), nan=0.0, posinf=0.0)
+                near(
+                    "out",
+                    got["out"][span],
+                    want,
+                    size * 4.4 * F32_ULP + np.nan_to_num(np.abs(want)) * 8 * F32_ULP,
+                )
+            tail = runs.read(got["state"], i, (3, channels), np.float16)
+            near("tail", tail, f[n:], 0.0)
+        untouched("out", got["out"][runs.n_rows :])
+
+    return Operands(
+        arrays={**runs.arrays(), "x": x_in, "w": w, "out": poisoned_rows(runs.cap, channels)},
+        scalars={"tail_offset": OFFSET, "channels": channels},
+        grid=(-(-channels // 128), runs.cap, 1),
+        relocations=runs.relocations(),
+        outputs=("out", "state"),
+        expect=expect,
+    )
+
+
+def _gdn_step(case: Case, seed: int) -> Operands:
+    n_k, n_v = case.int("n_k"), case.int("n_v")
+    special = case.dims.get("special")
+    runs = _Runs(case, seed, n_v * HEAD * HEAD * 4)
+    a_log, dt_bias = signed(seed, "a_log", (n_v,), 1.0), signed(seed, "dt_bias", (n_v,), 2.0)
+    states = [
+        signed(seed, f"state{q}", (n_v, HEAD, HEAD), 0.0 if special == "zero" else 0.5)
+        for q in runs.sequences
+    ]
+    for i, state in enumerate(states):
+        runs.fill(i, state)
+
+    def inputs(sequence: int) -> NDArray[Any]:
+        x = signed(seed, f"qkv{sequence}", (N_ROWS, (2 * n_k + n_v) * HEAD), 2.0)
+        if special == "nonfinite" and sequence == 0:
+            x[1, (2 * n_k + 1) * HEAD + 5] = np.nan
+        return x
+
+    def gates(sequence: int) -> NDArray[Any]:
+        ab = signed(seed, f"ab{sequence}", (N_ROWS, 2, n_v), 4.0)
+        if special == "nonfinite" and sequence == 0:
+            ab[1, 0, 2], ab[0, 1, 0] = np.nan, np.inf
+        return ab
+
+    qkv, ab = runs.rows(inputs), runs.rows(gates)
+    a, b = np.ascontiguousarray(ab[:, 0]), np.ascontiguousarray(ab[:, 1])
+
+    def expect(got: Arrays) -> None:
+        for i, span in enumerate(runs.spans()):
+            want, bound, state, state_bound = _recurrence(
+                qkv[span], a[span], b[span], a_log, dt_bias, states[i], n_k
+            )
+            near("o", got["o"][span].reshape(-1, n_v, HEAD), want, bound)
+            near("state", runs.read(got["state"], i, (n_v, HEAD, HEAD), np.float32), state, state_bound)
+        untouched("o", got["o"][runs.n_rows :])
+
+    return Operands(
+        arrays={
+            **runs.arrays(),
+            "qkv": qkv,
+            "a": a,
+            "b": b,
+            "a_log": a_log,
+            "dt_bias": dt_bias,
+            "o": poisoned_rows(runs.cap, n_v * HEAD),
+        },
+        scalars={"state_offset": OFFSET, "n_k": n_k, "n_v": n_v},
+        grid=(4 * n_v, runs.cap, 1),
+        relocations=runs.relocations(),
+        outputs=("o", "state"),
+        expect=expect,
+    )
+
+
+def _recurrence(
+    qkv: NDArray[Any],
+    a: NDArray[Any],
+    b: NDArray[Any],
+    a_log: NDArray[Any],
+    dt_bias: NDArray[Any],
+    state: NDArray[Any],
+    n_k: int,
+) -> tuple[F64Array, F64Array, F64Array, F64Array]:
+    """FP64 recurrence over the rows of one run, and a running bound of the fp32 error of every element.
+
+    state (n_v, 128 columns, 128 key rows). u = one rounding.  A sum of 128 products: 32 per lane and 2
+    across, 34 u of the magnitudes.  A unit vector: half of the 34 u of its sum of squares, and five
+    roundings: 22 u (q: 23 u). decay: exp passes the error of its argument on: 8 u |argument| + 4 u. beta: 6
+    u.  Second-order terms: the factor 1.05.
+    """
+    u, n_v = F32_ULP, len(a_log)
+    repeat = n_v // n_k
+    wide = qkv.astype(np.float64).reshape(len(qkv), -1, HEAD)
+    outs, bounds = [], []
+    M, E = state.astype(np.float64), np.zeros(state.shape)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for r in range(len(qkv)):
+            q, k = (
+                x / np.sqrt((x**2).sum(axis=-1, keepdims=True) + 1e-6)
+                for x in (wide[r, :n_k], wide[r, n_k : 2 * n_k])
+            )
+            q, k = (
+                np.repeat(q / np.sqrt(128.0), repeat, axis=0)[:, None],
+                np.repeat(k, repeat, axis=0)[:, None],
+            )
+            v = wide[r, 2 * n_k :]
+            pre = a[r].astype(np.float64) + dt_bias
+            argument = np.exp(a_log.astype(np.float64)) * (
+                np.maximum(pre, 0.0) + np.log1p(np.exp(-np.abs(pre)))
+            )
+            decay = np.exp(-argument)[:, None, None]
+            beta = sigmoid64(b[r])[:, None]
+            M = decay * M
+            E = decay * E + np.abs(M) * (8 * u * argument + 5 * u)[:, None, None]
+            read = (M * k).sum(axis=-1)
+            E_read = (np.abs(k) * E).sum(axis=-1) + (np.abs(M) * np.abs(k)).sum(axis=-1) * 56 * u
+            delta = beta * (v - read)
+            E_delta = beta * (E_read + u * np.abs(v - read)) + np.abs(delta) * 7 * u
+            M = M + k * delta[..., None]
+            E = E + np.abs(k) * E_delta[..., None] + np.abs(k * delta[..., None]) * 22 * u + np.abs(M) * u
+            outs.append((M * q).sum(axis=-1))
+            bounds.append((np.abs(q) * E).sum(axis=-1) + (np.abs(M) * np.abs(q)).sum(axis=-1) * 57 * u)
+    return np.stack(outs), np.stack(bounds) * 1.05, M, E * 1.05
+
+
+def _gdn_gate_input(case: Case, seed: int) -> Operands:
+    n_v, gate, order, cap = case.int("n_v"), case.int("gate"), row_order(case), case.int("rows_cap")
+    n, width, exl3 = len(order), n_v * HEAD, case["dtype"] == "exl3"
+    o, z = signed(seed, "o", (N_ROWS, width), 0.125), signed(seed, "z", (N_ROWS, width), 8.0)
+    if case.dims.get("special") == "nonfinite":
+        o[1, 130], z[2, 7], o[0, 300] = np.nan, np.inf, np.inf
+    norm_w = signed(seed, "norm_w", (HEAD,), 1.0)
+    suh = signed(seed, "suh", (width,), 2.0).astype(np.float16)
+    linear = linear_table(1)
+    linear["k"], linear["n"], linear["x_stride"], linear["leaves"], linear["segments"] = (
+        width,
+        128,
+        width,
+        1,
+        1,
+    )
+    linear["w"]["format"] = exl3_format(4, "mul1") if exl3 else FORMAT_F16
+    o_in, z_in = rows_of(o, order, cap), rows_of(z, order, cap)
+
+    def expect(got: Arrays) -> None:
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            wide, zw = (x[:n].astype(np.float64).reshape(n, n_v, HEAD) for x in (o_in, z_in))
+            scale = 1.0 / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + np.float64(np.float32(EPS)))
+            value = wide * scale * norm_w.astype(np.float64) * sigmoid64(zw) * (zw if gate else 1.0)
+            value = value.reshape(n, width)
+            if exl3:
+                want, before = rotated(value * suh.astype(np.float64), 21 * F32_ULP)
+            else:
+                want, before = value, np.nan_to_num(np.abs(value), posinf=0.0) * 20 * F32_ULP
+        within_f16("x", from_fragment(got["x"][:n]), want, before)
+        untouched("x", got["x"][n:])
+
+    return Operands(
+        arrays={
+            "round": round_table(n, cap),
+            "o": o_in,
+            "z": z_in,
+            "norm_w": norm_w,
+            "linear": linear,
+            "x": poisoned_rows(cap, width, dtype=np.float16),
+            "suh": suh,
+        },
+        scalars={"gate": gate, "n_v": n_v, "eps": EPS},
+        grid=(-(-n_v // 4), cap, 1),
+        relocations=[
+            ("linear", field_at(LINEAR, "x"), "x", 0),
+            ("linear", field_at(LINEAR, "w", "suh"), "suh", 0),
+        ],
+        outputs=("x",),
+        expect=expect,
+    )
+
+
+_BUILDERS: Final[dict[str, Callable[[Case, int], Operands]]] = {
+    "gdn_conv": _gdn_conv,
+    "gdn_step": _gdn_step,
+    "gdn_gate_input": _gdn_gate_input,
+}

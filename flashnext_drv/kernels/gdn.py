@@ -1,0 +1,136 @@
+"""Declarations of the gdn family: convolution, recurrence and output gate of the DeltaNet layers.
+
+Kernel sources: cuda_src/gdn.  A round's rows come as runs (rows of one sequence in order); state is read and
+written where the sequence's slot says.  What must stay true: a run of n rows gives the bytes of n runs of one
+row.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec, Limit
+
+__all__ = ["GDN_CONV", "GDN_GATE_INPUT", "GDN_STEP", "KERNELS"]
+
+_ROUND: Final = Arg("round", PTR, "FnRound", "r")
+_RUNS: Final = Arg("runs", PTR, "FnRun[rows_cap]", "r")
+_SLOTS: Final = Arg("slots", PTR, "FnSlot[], by a run's slot", "r")
+
+
+def _case(name: str, **dims: int | float | str) -> Case:
+    return Case(name, {"runs": "1", "rows_cap": 16, **dims})
+
+
+GDN_CONV: Final = KernelSpec(
+    name="gdn_conv",
+    source="gdn/gdn_conv.cu",
+    order="gdn_conv_v1",
+    args=(
+        _ROUND,
+        _RUNS,
+        _SLOTS,
+        Arg("x", PTR, "(rows_cap, channels) f32", "r"),
+        Arg("w", PTR, "(channels, 4) f32, oldest tap first", "r"),
+        Arg("tail_offset", U64, "bytes from slot.recurrent to the tail, f16 (3, channels), oldest first"),
+        Arg("out", PTR, "(rows_cap, channels) f32", "w"),
+        Arg("channels", U32, "2 n_k 128 + n_v 128"),
+    ),
+    grid="ceil(channels / 128), rows_cap as runs",
+    block=128,
+    limits={"sm_90a": Limit(regs=48), "sm_80": Limit(regs=48)},
+    reference="gdn.causal_conv",
+    bound=(
+        "From the inputs rounded to f16: four roundings of 2^-24 times sum |w f|, slope 1.1 of silu, 3 ulp "
+        "of silu. The tail is exact."
+    ),
+    cases=(
+        _case("one_row", channels=640),
+        _case("decode_seven", channels=640, runs="1,1,1,1,1,1,1"),
+        _case("window", channels=640, runs="5"),
+        _case("mixed_runs", channels=1280, runs="3,1,2,7,3"),
+        _case("sixteen", channels=200, runs="16"),
+        _case("real_width", channels=10240, runs="1,2"),
+        _case("nonfinite", channels=640, runs="5,1", special="nonfinite"),
+    ),
+)
+
+GDN_STEP: Final = KernelSpec(
+    name="gdn_step",
+    source="gdn/gdn_step.cu",
+    order="gdn_step_v1",
+    args=(
+        _ROUND,
+        _RUNS,
+        _SLOTS,
+        Arg("qkv", PTR, "(rows_cap, 2 n_k 128 + n_v 128) f32: q, k, v heads", "r"),
+        Arg("a", PTR, "(rows_cap, n_v) f32", "r"),
+        Arg("b", PTR, "(rows_cap, n_v) f32", "r"),
+        Arg("a_log", PTR, "(n_v) f32", "r"),
+        Arg("dt_bias", PTR, "(n_v) f32", "r"),
+        Arg(
+            "state_offset",
+            U64,
+            "bytes from slot.recurrent to the state, f32 (n_v, 128 columns, 128 key rows)",
+        ),
+        Arg("o", PTR, "(rows_cap, n_v 128) f32", "w"),
+        Arg("n_k", U32, "key heads"),
+        Arg("n_v", U32, "value heads, multiple of n_k"),
+    ),
+    grid="4 n_v, rows_cap as runs",
+    block=128,
+    blocks_per_sm=4,
+    limits={"sm_90a": Limit(regs=128, blocks_per_sm=4), "sm_80": Limit(regs=128, blocks_per_sm=4)},
+    reference="gdn.delta_rule",
+    bound=(
+        "One step from the state as stored: sums of 128 products err by (32 + 2) 2^-24 sum |terms|; the "
+        "scales, beta and decay by a few ulp each; carried through the run's rows by the FP64 reference's "
+        "own magnitudes."
+    ),
+    cases=(
+        _case("one_row", n_k=1, n_v=3),
+        _case("decode_three", n_k=1, n_v=3, runs="1,1,1"),
+        _case("window", n_k=1, n_v=3, runs="5"),
+        _case("mixed_runs", n_k=2, n_v=6, runs="3,1,2"),
+        _case("sixteen", n_k=1, n_v=1, runs="16"),
+        _case("real_heads", n_k=16, n_v=48, runs="1,2"),
+        _case("zero_state", n_k=1, n_v=3, runs="2", special="zero"),
+        _case("nonfinite", n_k=1, n_v=3, runs="3,1", special="nonfinite"),
+    ),
+)
+
+GDN_GATE_INPUT: Final = KernelSpec(
+    name="gdn_gate_input",
+    source="gdn/gdn_gate_input.cu",
+    order="gdn_gate_v1",
+    args=(
+        _ROUND,
+        Arg("o", PTR, "(rows_cap, n_v 128) f32", "r"),
+        Arg("z", PTR, "(rows_cap, n_v 128) f32", "r"),
+        Arg("norm_w", PTR, "(128) f32, plain weight", "r"),
+        Arg("linear", PTR, "FnLinear: out_proj (k = n_v 128); its x is written", "r"),
+        Arg("gate", U32, "0 sigmoid, 1 silu"),
+        Arg("n_v", U32, "value heads"),
+        Arg("eps", F32, "1e-7..1e-4"),
+    ),
+    grid="ceil(n_v / 4), rows_cap",
+    block=128,
+    limits={"sm_90a": Limit(regs=48), "sm_80": Limit(regs=48)},
+    reference="gdn.DeltaNet",
+    bound=(
+        "From o and z: the sum of 128 squares 9 roundings, rsqrt 3, three products, sigmoid or silu 3 ulp: "
+        "20 2^-24 relative; EXL3: 8 roundings of the rotation on the block's magnitudes; then half an f16 "
+        "ulp."
+    ),
+    cases=(
+        _case("one_row", n_v=3, rows=1, gate=0, dtype="exl3"),
+        _case("plain_f16", n_v=3, rows=2, gate=0, dtype="f16"),
+        _case("silu", n_v=6, rows=3, gate=1, dtype="exl3"),
+        _case("seven", n_v=1, rows=7, gate=0, dtype="exl3"),
+        _case("all_rows", n_v=3, rows=16, gate=1, dtype="f16"),
+        _case("real_heads", n_v=48, rows=2, gate=0, dtype="exl3"),
+        _case("nonfinite", n_v=3, rows=3, gate=0, dtype="exl3", special="nonfinite"),
+    ),
+)
+
+KERNELS: Final = (GDN_CONV, GDN_STEP, GDN_GATE_INPUT)
