@@ -1,0 +1,23 @@
+// moe_input: the operand rows of the chosen experts' gate and up projections.
+// Contract    m (rows_cap, hidden) f32, routes (rows_cap, n_slots), lines FnLine[E + 1] (EXL3) -> x f16
+//             (rows_cap, n_slots, 2, hidden) in fragment order: index 0 rotated with gate.suh, 1 with up.suh.
+//             hidden % 128 == 0. Rows >= round.n_rows are not touched.
+// Launch      grid (ceil(hidden / 512), 2 n_slots, rows_cap), block 128: one warp a block of 128 inputs.
+// Arithmetic  the operand of exl3_dot_v1: m * suh, Hadamard, f16 once.
+// Equality    the bytes of linear_input for the same row and suh.
+// Reference   ref/orders.py hadamard128.  Source: EXL3 notes, section 7: suh differs from tensor to tensor.
+#include "exl3.cuh"
+
+FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const float* m, u16* x,
+           u32 hidden, u32 n_slots)) {
+    u32 row = blockIdx.z, slot = blockIdx.y >> 1, which = blockIdx.y & 1u;
+    u32 block = 4u * blockIdx.x + (threadIdx.x >> 5), lane = threadIdx.x & 31u;
+    if (row >= fn_ld(&round->n_rows) || 128u * block >= hidden) return;  // whole warps
+    float4 in = fn_ldg(reinterpret_cast<const float4*>(m + (u64)row * hidden + 128u * block) + lane);
+    const FnLine& line = lines[fn_ld(&routes[row * n_slots + slot].expert)];
+    u64 suh = which ? line.up.suh : line.gate.suh;
+    float v[4] = {in.x, in.y, in.z, in.w};
+    fn_exl3_rotate_in(v, reinterpret_cast<const u16*>(suh) + 128u * block);
+    u64 to = (u64)((row * n_slots + slot) * 2u + which) * hidden;
+    fn_store_frag4(x + to, 128u * block + 4u * lane, v);
+}
