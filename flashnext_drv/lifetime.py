@@ -89,17 +89,20 @@ class Owner(metaclass=_OwnerMeta):
         """
         if self._state is not State.OPEN:
             return
-        if self._borrowers:
-            names = ", ".join(self.borrowers())
-            raise UsageError(f"{type(self).__name__} {self.name} cannot be closed",
-                             because=f"used by {names}",
-                             do="close those first")
+        self._check_close()
         self._state = State.CLOSING
         try:
             self._release()
         finally:
             self._state = State.CLOSED
             self._let_go()
+
+    def _check_close(self) -> None:
+        """Raises UsageError, with nothing done, when closing is not possible now; subclasses add their
+        reasons."""
+        if self._borrowers:
+            raise UsageError(f"{type(self).__name__} {self.name} cannot be closed",
+                             because=f"used by {', '.join(self.borrowers())}", do="close those first")
 
     def _release(self) -> None:
         raise NotImplementedError(f"{type(self).__name__} has no _release")

@@ -20,7 +20,7 @@ from ..ledger import Entry, Ledger
 from ..lifetime import Owner
 from . import api, faults
 
-__all__ = ["Context", "DeviceFacts", "devices", "here"]
+__all__ = ["Context", "DeviceFacts", "DriverOwner", "devices", "here"]
 
 _SMS: Final = 16
 _L2_BYTES: Final = 38
@@ -67,7 +67,17 @@ class _Here(threading.local):
 here = _Here()
 
 
-class Context(Owner):
+class DriverOwner(Owner):
+    """An owner of driver objects: cannot be closed on a thread that captures, where no free is possible."""
+
+    def _check_close(self) -> None:
+        if faults.capturing():
+            raise UsageError(f"{type(self).__name__} {self.name} cannot be closed",
+                             because="a stream of this thread is being captured", do="close it afterwards")
+        super()._check_close()
+
+
+class Context(DriverOwner):
     """Owns one driver context, or one reference to a device's primary context.
 
     ordinal: device number.  ledger: where everything made on this context is entered.  primary: retain the

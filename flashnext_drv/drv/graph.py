@@ -20,7 +20,7 @@ from ..errors import DriverError, UsageError
 from ..ledger import Entry
 from ..lifetime import Owner
 from . import api, faults
-from .context import Context, here
+from .context import Context, DriverOwner, here
 from .stream import Stream
 
 __all__ = ["Capture", "Graph", "GraphExec", "Node", "capture"]
@@ -132,7 +132,7 @@ class Capture:
             raise first
 
 
-class Graph(Owner):
+class Graph(DriverOwner):
     """Owns one graph.  Made by `Capture.graph`; may be closed while executables made from it live on."""
 
     def __init__(self, ctx: Context, name: str, handle: api.Handle, holds: tuple[Owner, ...]) -> None:
@@ -179,7 +179,7 @@ class Graph(Owner):
         self.ctx.free(api.cuGraphDestroy, self.handle, self._entry)
 
 
-class GraphExec(Owner):
+class GraphExec(DriverOwner):
     """Owns one executable.  The device memory the driver takes for it is measured and stands in the
     ledger."""
 

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ..errors import CapacityError, ContractError, OutOfMemory, UsageError, bytes_text
-from ..lifetime import Owner
 from . import api, faults
-from .context import Context, here
+from .context import Context, DriverOwner, here
 
 if TYPE_CHECKING:
     from .stream import Stream
@@ -55,7 +54,7 @@ class Span:
         return self.address
 
 
-class Arena(Owner):
+class Arena(DriverOwner):
     """One allocation, handed out as spans in rising addresses; spans are not given back one by one."""
 
     def __init__(self, ctx: Context, name: str, size_bytes: int, guard_bytes: int = 0) -> None:

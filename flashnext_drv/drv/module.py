@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import UsageError
 from ..lifetime import Owner
 from . import api
-from .context import Context, here
+from .context import Context, DriverOwner, here
 from .stream import Stream
 
 __all__ = ["Attributes", "Function", "Launch", "Module", "Packed", "pack"]
@@ -38,7 +38,7 @@ class Attributes:
     regs: int
 
 
-class Module(Owner):
+class Module(DriverOwner):
     """Owns one loaded image.  digest: what it was built from, for reports.
 
     The device memory the driver takes for it is measured and stands in the ledger.

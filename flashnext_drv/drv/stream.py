@@ -12,9 +12,8 @@ from contextlib import ExitStack
 from typing import Final
 
 from ..errors import DriverError
-from ..lifetime import Owner
 from . import api
-from .context import Context
+from .context import Context, DriverOwner
 
 __all__ = ["Event", "Stream", "elapsed_ms"]
 
@@ -24,7 +23,7 @@ _SPINS: Final = 2000        # queries before the wait begins to sleep: short wai
 _NAP_S: Final = 50e-6
 
 
-class Stream(Owner):
+class Stream(DriverOwner):
     """Owns one stream of `ctx`."""
 
     def __init__(self, ctx: Context, name: str) -> None:
@@ -63,7 +62,7 @@ class Stream(Owner):
         self._undo.close()
 
 
-class Event(Owner):
+class Event(DriverOwner):
     """Owns one event of `ctx`.  timing: it can be an end of `elapsed_ms`."""
 
     def __init__(self, ctx: Context, name: str, timing: bool = False) -> None:

@@ -13,11 +13,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..drv.context import Context
+from ..drv.context import Context, DriverOwner
 from ..drv.memory import Span
 from ..drv.module import Launch, Module, pack
 from ..errors import BuildError, ContractError, UsageError
-from ..lifetime import Owner
 from . import catalog
 from .spec import F32, I32, PTR, U32, U64, Arg, KernelSpec
 
@@ -30,7 +29,7 @@ _SCALARS: Final[Mapping[str, Any]] = {PTR: np.uint64, U64: np.uint64, U32: np.ui
 _GRID_LIMIT: Final = (2**31 - 1, 65535, 65535)
 
 
-class Kernels(Owner):
+class Kernels(DriverOwner):
     """Owns one module per kernel family on `ctx`.
 
     families: by default all.  On a GPU the cubins of its architecture, in the simulator its own build of the
@@ -79,13 +78,12 @@ class Kernels(Owner):
         return Launch(function, _grid(spec, grid), spec.block, 0, pack(spec.offsets(), values),
                       holds=tuple(arenas.values()))
 
-    def close(self) -> None:
-        """Unload every module.  Raises UsageError, with nothing done, while a graph holds one of them."""
+    def _check_close(self) -> None:
+        super()._check_close()
         used = sorted({name for module in self._modules.values() for name in module.borrowers()})
-        if used and not self.closed:
+        if used:
             raise UsageError(f"Kernels {self.name} cannot be closed", because=f"used by {', '.join(used)}",
                              do="close those first")
-        super().close()
 
     def _release(self) -> None:
         self._modules.clear()
