@@ -66,6 +66,8 @@ Result destroy_context(u64 id) {
     erase_of(world.execs, c);
     for (auto i = world.functions.begin(); i != world.functions.end();)
         i = i->second->module->context == c ? world.functions.erase(i) : std::next(i);
+    for (auto& i : world.modules)
+        if (i.second->context == c) charge(c->device, -kModuleBytes);
     erase_of(world.modules, c);
     const Result r = free_context_memory(id);
     charge(c->device, -kContextBytes);

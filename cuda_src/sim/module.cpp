@@ -14,7 +14,6 @@ extern const Built built[];  // ends with a null family
 namespace {
 
 constexpr char kMagic[] = "FLASHNEXT-SIM";
-constexpr long long kModuleBytes = 64 << 10;
 
 std::map<std::string, const Kernel*>& kernels() {
     static std::map<std::string, const Kernel*> table;

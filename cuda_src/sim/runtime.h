@@ -15,6 +15,7 @@
 namespace fnsim {
 
 typedef int Result;  // CUresult
+constexpr long long kModuleBytes = 64 << 10;  // what a loaded module takes of its device
 
 enum : Result {
     OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_IMAGE = 200,
