@@ -1,0 +1,1 @@
+"""Ranks, rounds and the public engine."""

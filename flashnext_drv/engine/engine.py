@@ -1,0 +1,321 @@
+"""The public object: a pack opened on a device, that turns token ids into token ids and logits.
+
+Called by the commands, the server and embedding programs.  What must stay true: a row's bytes depend on the
+pack and
+its own earlier tokens only; every public call leaves the thread's current context as it was; after close
+nothing of
+ours is left in the driver or the ledger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Sequence as Ids
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..drv import api
+from ..drv.context import DeviceFacts
+from ..errors import CapacityError, UsageError, bytes_text
+from ..ledger import Ledger, Row
+from ..lifetime import Owner
+from ..model.layout import Limits
+from ..model.pack import Pack, PackBase
+from ..model.synth import SynthPack
+from .rank import Progress, Rank
+from .round import Window, run_round
+from .sequence import Sampling, Sequence, checked_ids
+
+__all__ = ["Engine", "Generation", "Limits", "MemoryReport", "Sampling", "token_sha256"]
+
+
+def token_sha256(ids: Ids[int]) -> str:
+    """SHA-256, hex, over all token ids as little-endian u32."""
+    return hashlib.sha256(np.asarray(ids, "<u4").tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What `generate` made.
+
+    tokens: new ids, a stop id included.  sha256: over prompt and new ids together (`token_sha256`).
+    finish: "length"
+    or "stop".  times: seconds of prompt and decode, host clock around the whole phase.  counters: rows,
+    rounds, graph
+    replays and eager rounds of this request.
+    """
+
+    tokens: list[int]
+    sha256: str
+    finish: str
+    device: str
+    times: Mapping[str, float]
+    counters: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The ledger beside what the driver says.  Bytes.
+
+    rows: by owner and tier.  total, free: the driver's, free_at_start: before anything of ours but the
+    context.
+    unexplained: what the driver lost since then and no entry explains.
+    """
+
+    rows: list[Row]
+    total_bytes: int
+    free_bytes: int
+    free_at_start_bytes: int
+    unexplained_bytes: int
+    graphs: Mapping[str, int] = field(default_factory=dict)
+
+    def table(self) -> str:
+        """For people: one line an owner, largest first."""
+        lines = [f"{'owner':<18} {'tier':<8} {'live':>11} {'granted':>11} {'peak':>11}"]
+        lines += [
+            f"{r.owner:<18} {r.tier:<8} {bytes_text(r.live_bytes):>11} {bytes_text(r.granted_bytes):>11} "
+            f"{bytes_text(r.peak_bytes):>11}"
+            for r in self.rows
+            if r.n_live and (r.live_bytes or r.granted_bytes)
+        ]
+        lines.append(
+            f"device: total {bytes_text(self.total_bytes)}, free {bytes_text(self.free_bytes)}, free at start "
+            f"{bytes_text(self.free_at_start_bytes)}, unexplained {bytes_text(self.unexplained_bytes)}"
+        )
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "rows": [vars(r) for r in self.rows],
+            "total_bytes": self.total_bytes,
+            "free_bytes": self.free_bytes,
+            "free_at_start_bytes": self.free_at_start_bytes,
+            "unexplained_bytes": self.unexplained_bytes,
+            "graphs": dict(self.graphs),
+        }
+
+
+class Engine(Owner):
+    """A pack on one device.  Use `Engine.open`; a context manager."""
+
+    def __init__(
+        self,
+        pack: PackBase,
+        limits: Limits,
+        *,
+        device: str = "auto",
+        ordinal: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__("engine")
+        api.ensure(device)
+        self.pack = pack
+        self.limits = limits
+        self.config = pack.config
+        self.ledger = Ledger()
+        started = time.perf_counter()
+        pack.check()
+        self.rank = Rank(pack, limits, self.ledger, ordinal=ordinal, progress=progress)
+        self.open_seconds = time.perf_counter() - started
+        self._live: list[Sequence] = []
+
+    @classmethod
+    def open(
+        cls,
+        pack: str | Path | PackBase,
+        limits: Limits | None = None,
+        *,
+        device: str = "auto",
+        ordinal: int = 0,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Open a pack.
+
+        pack: a folder, "synth:<model>[?seed=N&knob=value...]" for a synthetic pack made in memory, or a Pack.
+        device: "cuda", "sim", or "auto" (a GPU when a driver with one is found, else the simulator).
+        progress: called with (what, bytes done, bytes of all).
+        Raises CheckpointError, CapacityError, BuildError, DriverError; nothing is left open then.
+        """
+        return cls(_opened(pack), limits or Limits(), device=device, ordinal=ordinal, progress=progress)
+
+    @property
+    def facts(self) -> DeviceFacts:
+        return self.rank.ctx.facts
+
+    def generate(
+        self,
+        ids: Ids[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        stop_ids: Collection[int] | None = None,
+        on_token: Callable[[int], None] | None = None,
+    ) -> Generation:
+        """Prompt, then draw up to max_new_tokens ids.
+
+        stop_ids: ids that end the text, by default the model's end-of-sequence id; () for none.
+        Raises UsageError (ids), CapacityError (does not fit), ContractError (a NaN logit); the engine stays
+        usable.
+        """
+        started = time.perf_counter()
+        counters = self.rank.graphs.counters
+        before = (counters.replays, counters.eager_rounds)
+        tokens: list[int] = []
+        first = started
+        stops = self._stops(stop_ids)
+        for token in self.stream(ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stops):
+            if not tokens:
+                first = time.perf_counter()
+            tokens.append(token)
+            if on_token is not None:
+                on_token(token)
+        ended = time.perf_counter()
+        finish = "stop" if tokens and tokens[-1] in stops else "length"
+        return Generation(
+            tokens,
+            token_sha256([*map(int, ids), *tokens]),
+            finish,
+            str(self.facts),
+            {"prompt": first - started, "decode": ended - first},
+            {
+                "prompt_tokens": len(ids),
+                "new_tokens": len(tokens),
+                "graph_replays": counters.replays - before[0],
+                "eager_rounds": counters.eager_rounds - before[1],
+            },
+        )
+
+    def stream(
+        self,
+        ids: Ids[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        stop_ids: Collection[int] | None = None,
+    ) -> Iterator[int]:
+        """The ids that `generate` would give, one by one.  Arguments are checked at the call."""
+        self.require_open()
+        prompt = checked_ids(ids, self.config.vocab)
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+            raise UsageError("max_new_tokens is 0 or more", value=max_new_tokens)
+        needed = len(prompt) + max(max_new_tokens - 1, 0)  # the last token drawn is never put into the cache
+        if needed > self.limits.context_tokens:
+            raise CapacityError(
+                "prompt and new tokens do not fit the cache",
+                needed_tokens=needed,
+                context_tokens=self.limits.context_tokens,
+                do="raise Limits.context_tokens or lower max_new_tokens",
+            )
+        return self._stream(prompt, max_new_tokens, sampling, self._stops(stop_ids))
+
+    def logits(self, ids: Ids[int], rows: tuple[int, int] | None = None) -> np.ndarray:
+        """Logits after each token of `ids`: (rows, V) float32.
+
+        rows: (first, end) positions to return, by default all.  Positions before `first` skip the head.
+        """
+        self.require_open()
+        prompt = checked_ids(ids, self.config.vocab)
+        first, end = rows or (0, len(prompt))
+        if not 0 <= first < end <= len(prompt):
+            raise UsageError("rows are outside the prompt", rows=f"{first}:{end}", tokens=len(prompt))
+        out = np.empty((end - first, self.config.vocab), np.float32)
+        with self.sequence() as sequence:
+            sequence.extend(prompt[:end])
+            step = self.limits.prompt_rows
+            while sequence.n_done < end:
+                at = sequence.n_done
+                n_rows = min(step, (first if at < first else end) - at)
+                result = run_round(self.rank, [Window(sequence, n_rows, logits=at >= first)])
+                if result.logits is not None:
+                    out[at - first : at - first + n_rows] = result.logits
+        return out
+
+    @contextmanager
+    def sequence(self, sampling: Sampling | None = None) -> Iterator[Sequence]:
+        """A live sequence for `round`; given back on the way out."""
+        sequence = self.rank.open_sequence(sampling)
+        self._live.append(sequence)
+        try:
+            yield sequence
+        finally:
+            self._live.remove(sequence)
+            self.rank.close_sequence(sequence)
+
+    def memory(self) -> MemoryReport:
+        """Every byte by owner, and what the driver reports."""
+        self.require_open()
+        ctx, graphs = self.rank.ctx, self.rank.graphs
+        free = ctx.free_bytes()
+        return MemoryReport(
+            self.ledger.table(),
+            ctx.facts.total_bytes,
+            free,
+            ctx.free_at_start_bytes,
+            self.ledger.reconcile(ctx.free_at_start_bytes, free).unexplained_bytes,
+            {f"{path}.rows{bucket}": size for (path, bucket), size in graphs.device_bytes.items()},
+        )
+
+    def _stream(
+        self, prompt: list[int], max_new_tokens: int, sampling: Sampling | None, stops: Collection[int]
+    ) -> Iterator[int]:
+        with self.sequence(sampling) as sequence:
+            sequence.extend(prompt)
+            while max_new_tokens > 0:
+                n_rows = min(self.limits.prompt_rows, sequence.n_pending)
+                last = n_rows == sequence.n_pending
+                token = run_round(self.rank, [Window(sequence, n_rows, draw=last)]).tokens[0]
+                if not last:
+                    continue
+                yield token
+                max_new_tokens -= 1
+                if token in stops:
+                    return
+                if max_new_tokens:
+                    sequence.extend([token])
+
+    def _stops(self, stop_ids: Collection[int] | None) -> Collection[int]:
+        return frozenset((self.config.eos_id,) if stop_ids is None else stop_ids)
+
+    def _release(self) -> None:
+        with ExitStack() as undo:
+            undo.callback(self.ledger.require_empty)
+            undo.callback(self.rank.close)
+            for sequence in self._live:
+                undo.callback(self.rank.close_sequence, sequence)
+
+
+def _opened(pack: str | Path | PackBase) -> PackBase:
+    if isinstance(pack, PackBase):
+        return pack
+    if isinstance(pack, str) and pack.startswith("synth:"):
+        return _synthetic(pack)
+    return Pack.open(pack)
+
+
+def _synthetic(text: str) -> SynthPack:
+    """ "synth:<model>[?seed=N&locality=X&mixed=1&ngram_rows=N]" as a pack that exists as rules."""
+    model, _, query = text.removeprefix("synth:").partition("?")
+    kinds: dict[str, Callable[[str], Any]] = {
+        "seed": int,
+        "locality": float,
+        "mixed": lambda v: bool(int(v)),
+        "ngram_rows": int,
+    }
+    knobs: dict[str, Any] = {}
+    for part in filter(None, query.split("&")):
+        name, _, value = part.partition("=")
+        try:
+            knobs[name] = kinds[name](value)
+        except (KeyError, ValueError):
+            raise UsageError(
+                "a synthetic pack's setting cannot be used",
+                setting=part,
+                do=f"write synth:<model>?name=value with names {', '.join(kinds)}",
+            ) from None
+    return SynthPack(model, **knobs)

@@ -1,0 +1,245 @@
+"""Everything one GPU owns, built in order on one ExitStack and closed leaves first.
+
+    Rank
+     +- Context, stream                  own context by default; never reset
+     +- Kernels                          one module per family
+     +- tables, pages, slots, work       what rounds read and write
+     +- weights, experts                 the pack's bytes
+     +- graphs                           hold all of the above
+
+Made by engine/engine.py; engine/round.py drives it.  What must stay true: a launch's arguments are fixed
+when the rank
+opens, and every address in them is stable until it closes; a failure at any call while opening gives back
+what was
+there; compute happens on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+
+from ..drv.context import Context
+from ..drv.memory import DeviceArena, PinnedArena, Span, copy_async, copy_to_host
+from ..drv.module import Launch
+from ..drv.stream import Event, Stream
+from ..kernels.bind import Kernels
+from ..ledger import Ledger
+from ..lifetime import Owner
+from ..model.layout import Layout, Limits, Plan, arena_bytes
+from ..model.pack import PackBase
+from ..model.steps import Step, body_steps, draw_steps, head_steps
+from ..state.experts import ExpertStore, expert_bytes
+from ..state.kv import PagePool
+from ..state.recurrent import SlotPool
+from ..state.tables import DeviceTables
+from ..state.upload import Uploader
+from ..state.weights import WeightStore, weight_bytes
+from .graphs import GraphSet
+from .sequence import Sampling, Sequence
+
+__all__ = ["BODY", "TOKEN", "Progress", "Rank", "plan"]
+
+BODY = "body"  # state advances, no logits
+TOKEN = "token"  # the same, then head and draws
+Progress = Callable[[str, int, int], None]  # what, done, of all; bytes
+
+
+def plan(layout: Layout, pack: PackBase, guard: bool = False) -> Plan:
+    """Bytes by owner of a rank with this layout; nothing is allocated.  guard: with guard zones."""
+    weights, ngram = weight_bytes(layout, pack)
+    n_pages, n_slots = layout.n_pages, layout.limits.sequences
+    device = {
+        "experts": expert_bytes(layout, pack),
+        "weights": weights,
+        "kv": arena_bytes([n_pages * layout.pages.kv_bytes], guard),
+        "index": arena_bytes([n_pages * layout.pages.index_bytes], guard),
+        "recurrent": arena_bytes([layout.recurrent.size_bytes] * n_slots, guard),
+        "work": arena_bytes(layout.work.values(), guard),
+        "tables": layout.table_bytes(),
+    }
+    return Plan(device, {"ngram": ngram})
+
+
+class Rank(Owner):
+    """One GPU's share of an engine (all of it, with one rank).
+
+    pack: checked against `layout.config`.  progress: told of bytes loaded.  Raises CapacityError before
+    anything is
+    allocated when the plan does not fit; OutOfMemory, BuildError and CheckpointError with everything given
+    back.
+    use_graphs: whether rounds replay graphs, by default Limits.graph; may be changed between rounds.
+    """
+
+    def __init__(
+        self,
+        pack: PackBase,
+        limits: Limits,
+        ledger: Ledger,
+        *,
+        ordinal: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(f"rank{ordinal}")
+        self.layout = Layout(pack.config, limits)
+        self.use_graphs = limits.graph
+        self.observer: Callable[[Launch], None] | None = None
+        self._embed_bf16 = pack.tensor(f"{pack.config.names.embed}.weight").dtype == "BF16"
+        self._ngram_bits = {
+            i_layer: pack.ngram(i_ple).bits for i_ple, i_layer in enumerate(pack.config.ple_layers)
+        }
+        with ExitStack() as undo:
+            self.ctx = undo.enter_context(Context(ordinal, ledger=ledger, primary=limits.primary_context))
+            with self.ctx.active():
+                self._open(pack, undo, progress)
+            self._undo = undo.pop_all()
+
+    def _open(self, pack: PackBase, undo: ExitStack, progress: Progress | None) -> None:
+        ctx, layout = self.ctx, self.layout
+        guard = ctx.facts.is_simulator
+        self.stream = undo.enter_context(Stream(ctx, "compute"))
+        self._done = undo.enter_context(Event(ctx, "round.done"))
+        self.kernels = undo.enter_context(Kernels(ctx))
+        planned = plan(layout, pack, guard)
+        planned.require_fits(ctx.free_bytes(), layout.limits)
+        self.tables = undo.enter_context(DeviceTables(ctx, layout))
+        self.pages = undo.enter_context(PagePool(ctx, layout, self.tables, guard))
+        self.slots = undo.enter_context(SlotPool(ctx, layout, self.tables, guard))
+        self._work = undo.enter_context(
+            DeviceArena(ctx, "work", arena_bytes(layout.work.values(), guard), guard=guard)
+        )
+        self.work = {name: self._work.span(name, size) for name, size in layout.work.items()}
+        self._draws = undo.enter_context(PinnedArena(ctx, "draws", 8 * layout.rows_cap))
+        self._draw_span = self._draws.span("draws", 8 * layout.rows_cap)
+        self.weights = undo.enter_context(WeightStore(ctx, layout, pack))
+        self.experts = undo.enter_context(ExpertStore(ctx, layout, pack))
+        self._load(
+            pack, progress, sum(planned.device[o] for o in ("weights", "experts")) + planned.pinned["ngram"]
+        )
+        self.weights.describe(self.stream, self.tables, self.work)
+        self._spans: dict[str, Span] = {**self.work, **self.weights.spans, **self.tables.spans}
+        self._launches: dict[tuple[str, int], list[Launch]] = {}
+        self.graphs = undo.enter_context(
+            GraphSet(
+                ctx,
+                (self.kernels, self.tables, self.pages, self.slots, self._work, self.weights, self.experts),
+            )
+        )
+        self._warm()
+
+    def _load(self, pack: PackBase, progress: Progress | None, total: int) -> None:
+        done = 0
+
+        def told(size: int) -> None:
+            nonlocal done
+            done += size
+            if progress is not None:
+                progress("loading", min(done, total), total)
+
+        with Uploader(self.ctx, self.stream, self.kernels, pack, told) as uploader:
+            self.weights.load(uploader)
+            self.experts.load(self.stream, uploader, self.weights, self.tables)
+            uploader.finish()
+
+    def _warm(self) -> None:
+        """Run an empty round: the driver loads every kernel now, not inside a request or a capture."""
+        self.tables.round[0]["n_rows"] = self.tables.round[0]["n_runs"] = 0
+        self.tables.round[0]["rows_cap"] = self.layout.rows_cap
+        self.tables.publish(self.stream)
+        for launch in self.launches(TOKEN, self.layout.rows_cap):
+            launch.run(self.stream)
+        self.stream.synchronize()
+
+    def launches(self, path: str, bucket: int) -> list[Launch]:
+        """The launches of one round: path BODY or TOKEN, padded to `bucket` rows."""
+        key = (path, bucket)
+        if key not in self._launches:
+            steps = list(body_steps(self.layout, self._embed_bf16, self._ngram_bits))
+            if path == TOKEN:
+                steps += [*head_steps(self.layout), *draw_steps(self.layout)]
+            self._launches[key] = [self._bind(step, bucket) for step in steps]
+        return self._launches[key]
+
+    def forward(self, bucket: int, head: bool) -> None:
+        """Publish the tables and run one round on the compute stream; returns before it is done.
+
+        observer, when set, is called after every launch of an eager round, with the launch done.
+        """
+        path = TOKEN if head else BODY
+        with self.ctx.active():
+            launches = self.launches(path, bucket)
+            self.tables.publish(self.stream)
+            if self.use_graphs and self.observer is None:
+                self.graphs.replay((path, bucket), launches, self.stream)
+            else:
+                self._eager(launches)
+            if head:
+                size = 4 * bucket
+                copy_async(self.stream, self._draw_span.sub(0, size), self.work["tokens"].sub(0, size), size)
+                copy_async(
+                    self.stream, self._draw_span.sub(size, size), self.work["status"].sub(0, size), size
+                )
+                self.stream.record(self._done)
+                self._n_drawn = bucket
+
+    def _eager(self, launches: list[Launch]) -> None:
+        for launch in launches:
+            launch.run(self.stream)
+            if self.observer is not None:
+                self.stream.synchronize()
+                self.observer(launch)
+        self.graphs.counters.eager_rounds += 1
+
+    def read_draws(self) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, status), u32 of the last round's padded rows, after it is done."""
+        with self.ctx.active():
+            self._done.synchronize()
+        drawn = self._draws.host(self._draw_span).view("<u4").copy()
+        return drawn[: self._n_drawn], drawn[self._n_drawn : 2 * self._n_drawn]
+
+    def read_logits(self, first_row: int, n_rows: int) -> np.ndarray:
+        """(n_rows, V) float32 of the last round."""
+        row_bytes = self.layout.config.vocab * 4
+        out = np.empty((n_rows, self.layout.config.vocab), np.float32)
+        copy_to_host(self.stream, out, self.work["logits"].sub(first_row * row_bytes, n_rows * row_bytes))
+        return out
+
+    def guarded_arenas(self) -> tuple[DeviceArena, ...]:
+        """The arenas that kernels write, for `check_guards`; they have guard zones in the simulator."""
+        return (self._work, *self.pages.arenas, *self.slots.arenas)
+
+    def open_sequence(self, sampling: Sampling | None = None) -> Sequence:
+        """A new sequence with a zeroed slot.  Raises CapacityError when no slot is free."""
+        with self.ctx.active():
+            i_slot = self.slots.take(self.stream)
+        self.pages.reserve(i_slot, 0)
+        return Sequence(i_slot, self.layout.limits.context_tokens, sampling or Sampling())
+
+    def close_sequence(self, sequence: Sequence) -> None:
+        """Give pages and slot back, once; a second call does nothing."""
+        if not sequence.closed:
+            sequence.closed = True
+            self.pages.release(sequence.i_slot)
+            self.slots.give_back(sequence.i_slot)
+
+    def _bind(self, step: Step, bucket: int) -> Launch:
+        kernel = step.kernel.replace("*", "8" if bucket <= 8 else "16")
+        grid = [bucket if part == "rows" else int(part) for part in step.grid] + [1] * (3 - len(step.grid))
+        args = {
+            "round": self._spans["round"],
+            **{
+                name: self._address(value) if isinstance(value, str) else value
+                for name, value in step.args.items()
+            },
+        }
+        return self.kernels.launch(kernel, (grid[0], grid[1], grid[2]), **args)
+
+    def _address(self, name: str) -> Span | int:
+        """ "span" or "span+offset" as an address."""
+        stem, plus, offset = name.partition("+")
+        return self._spans[stem].address + int(offset) if plus else self._spans[stem]
+
+    def _release(self) -> None:
+        self._undo.close()

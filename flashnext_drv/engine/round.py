@@ -1,0 +1,135 @@
+"""One forward over live windows: fills the row tables, launches, and reads back draws.
+
+Called by engine/engine.py with a Rank.  A window is the next n pending tokens of one sequence; a round
+holds windows
+of different sequences, at most `rows` rows together.  What must stay true: a row's bytes do not depend on
+the other
+rows of its round, nor on how a sequence's tokens were cut into windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import ContractError, UsageError
+from ..model.layout import bucket_of
+from .rank import Rank
+from .sequence import Sequence
+
+__all__ = ["EMIT_DRAW", "EMIT_LOGITS", "RoundResult", "Window", "run_round"]
+
+EMIT_LOGITS = 1
+EMIT_DRAW = 2
+
+
+@dataclass(frozen=True)
+class Window:
+    """The next n_rows pending tokens of a sequence.  draw: draw a token after its last row.  logits: keep
+    the logits
+    of all its rows."""
+
+    sequence: Sequence
+    n_rows: int = 1
+    draw: bool = False
+    logits: bool = False
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """tokens: one drawn id per window (-1 where none was asked).  logits: (rows, V) float32 of windows that
+    asked, in
+    order, or None."""
+
+    tokens: list[int]
+    logits: np.ndarray | None
+
+
+def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
+    """Advance every window's sequence by its rows.
+
+    Raises UsageError (nothing changed) when windows overlap, hold more rows than the limits or more than is
+    pending;
+    CapacityError when pages run out; ContractError when a wanted logit is NaN.
+    """
+    n_rows = sum(window.n_rows for window in windows)
+    _check(rank, windows, n_rows)
+    for window in windows:
+        sequence = window.sequence
+        rank.pages.reserve(sequence.i_slot, sequence.position + window.n_rows)
+    bucket = bucket_of(n_rows)
+    _fill(rank, windows, n_rows, bucket)
+    head = any(window.draw or window.logits for window in windows)
+    rank.forward(bucket, head)
+    for window in windows:
+        window.sequence.n_done += window.n_rows
+    if not head:
+        return RoundResult([-1] * len(windows), None)
+    return _read(rank, windows)
+
+
+def _check(rank: Rank, windows: List[Window], n_rows: int) -> None:
+    limit = rank.layout.limits.rows
+    if not windows or n_rows > limit:
+        raise UsageError("a round holds 1 row to Limits.rows rows", rows=n_rows, limit=limit)
+    if len({id(window.sequence) for window in windows}) != len(windows):
+        raise UsageError("a sequence stands in two windows of one round", windows=len(windows))
+    for window in windows:
+        sequence = window.sequence
+        if sequence.closed:
+            raise UsageError("a closed sequence stands in a round", slot=sequence.i_slot)
+        if not 1 <= window.n_rows <= sequence.n_pending:
+            raise UsageError(
+                "a window holds 1 row to all pending rows", rows=window.n_rows, pending=sequence.n_pending
+            )
+
+
+def _fill(rank: Rank, windows: List[Window], n_rows: int, bucket: int) -> None:
+    tables, eos = rank.tables, rank.layout.config.eos_id
+    tables.round[0]["n_rows"], tables.round[0]["n_runs"] = n_rows, len(windows)
+    tables.round[0]["rows_cap"] = bucket
+    i_row = 0
+    for i_run, window in enumerate(windows):
+        sequence = window.sequence
+        tables.runs[i_run] = (sequence.i_slot, i_row, window.n_rows, sequence.position)
+        slot = tables.slots[sequence.i_slot]
+        for name in ("seed", "temperature", "top_p", "min_p", "top_k"):
+            slot[name] = getattr(sequence.sampling, name)
+        for i_id in range(sequence.n_done, sequence.n_done + window.n_rows):
+            last = i_id == sequence.n_done + window.n_rows - 1
+            emit = (EMIT_LOGITS if window.logits else 0) | (EMIT_DRAW if window.draw and last else 0)
+            tables.rows[i_row] = (
+                sequence.i_slot,
+                i_run,
+                sequence.ids[i_id],
+                sequence.first_position + i_id,
+                sequence.token_before(i_id, 1, eos),
+                sequence.token_before(i_id, 2, eos),
+                emit,
+                i_row,
+            )
+            i_row += 1
+
+
+def _read(rank: Rank, windows: List[Window]) -> RoundResult:
+    drawn, status = rank.read_draws()
+    tokens: list[int] = []
+    kept: list[np.ndarray] = []
+    i_row = 0
+    for window in windows:
+        last = i_row + window.n_rows - 1
+        if window.draw and status[last]:
+            raise ContractError(
+                "a logit is NaN",
+                position=window.sequence.position - 1,
+                slot=window.sequence.i_slot,
+                because="a weight, a scale or a state is not finite",
+                do="verify the pack (inspect --verify) and run flashnext-drv doctor",
+            )
+        tokens.append(int(drawn[last]) if window.draw else -1)
+        if window.logits:
+            kept.append(rank.read_logits(i_row, window.n_rows))
+        i_row += window.n_rows
+    return RoundResult(tokens, np.concatenate(kept) if kept else None)

@@ -1,0 +1,118 @@
+"""A request's sequence: its tokens, its place in the pools, and how its tokens are drawn.
+
+Made by engine/rank.py; holds ids into pools and no driver object.  What must stay true: tokens 0 .. n_done
+- 1 are in
+the state, later ones are pending; pages and slot are given back exactly once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..errors import CapacityError, UsageError
+
+__all__ = ["Sampling", "Sequence", "checked_ids"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn.  temperature 0: greedy.  top_k 0, top_p 1, min_p 0: off.  seed: any u64.
+
+    The draw depends on the logits, on (seed, absolute position, token id), and on nothing else.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+            value = getattr(self, name)
+            if not math.isfinite(value) or not low <= value <= high:
+                raise UsageError(f"{name} is outside its range", value=value, range=f"{low}..{high}")
+        if self.top_p == 0.0:
+            raise UsageError(
+                "top_p must be above 0", value=self.top_p, do="use top_k=1 for the likeliest token"
+            )
+        if not 0 <= self.top_k < 1 << 32:
+            raise UsageError("top_k is outside its range", value=self.top_k, range="0..2^32-1")
+        if not 0 <= self.seed < 1 << 64:
+            raise UsageError("seed is outside its range", value=self.seed, range="0..2^64-1")
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One live sequence.
+
+    ids: tokens from position first_position on.  n_done: how many of them are in the state.  capacity: most
+    tokens.
+    before: the two tokens in front of ids (newest first), for a state that did not start at position 0.
+    """
+
+    i_slot: int
+    capacity: int
+    sampling: Sampling = field(default_factory=Sampling)
+    ids: list[int] = field(default_factory=list)
+    n_done: int = 0
+    first_position: int = 0
+    before: tuple[int, int] | None = None
+    closed: bool = False
+
+    @property
+    def position(self) -> int:
+        """Absolute position of the next pending token."""
+        return self.first_position + self.n_done
+
+    @property
+    def n_pending(self) -> int:
+        return len(self.ids) - self.n_done
+
+    def extend(self, ids: Ids[int]) -> None:
+        """Append pending tokens.  Raises CapacityError, with nothing appended, when they do not fit."""
+        if self.first_position + len(self.ids) + len(ids) > self.capacity:
+            raise CapacityError(
+                "the tokens do not fit the sequence's cache",
+                tokens=self.first_position + len(self.ids) + len(ids),
+                capacity=self.capacity,
+                do="raise Limits.context_tokens or shorten the prompt or max_new_tokens",
+            )
+        self.ids.extend(ids)
+
+    def token_before(self, i_id: int, distance: int, eos: int) -> int:
+        """The token `distance` (1, 2) in front of ids[i_id]; the end-of-sequence id where there is none."""
+        at = i_id - distance
+        if at >= 0:
+            return self.ids[at]
+        if self.before is not None and -at <= 2:
+            return self.before[-at - 1]
+        return eos
+
+
+def checked_ids(ids: object, vocab: int) -> list[int]:
+    """`ids` as a list of ints in 0..vocab-1.  Raises UsageError naming the first id that is not."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or array.size == 0:
+        raise UsageError(
+            "a prompt is a non-empty list of token ids",
+            shape=str(array.shape),
+            do="give at least one token id",
+        )
+    if array.dtype.kind not in "iu":
+        raise UsageError("token ids are integers", dtype=str(array.dtype))
+    wrong = np.flatnonzero((array < 0) | (array >= vocab))
+    if wrong.size:
+        index = int(wrong[0])
+        raise UsageError(
+            "a token id is outside the vocabulary",
+            index=index,
+            id=int(array[index]),
+            vocab=vocab,
+            do=f"use ids 0..{vocab - 1}",
+        )
+    return [int(value) for value in array]

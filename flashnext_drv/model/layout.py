@@ -1,0 +1,352 @@
+"""Sizes and offsets of everything an engine allocates for given limits; a plan that can be read before
+anything is.
+
+Pure arithmetic over the configuration: no driver, no files.  engine/rank.py allocates exactly what stands
+here, and
+the names here are the owners in the ledger.  State geometry (pages, recurrent slots) is a byte form that
+kernels
+share, see KV and recurrent offsets below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..errors import CapacityError, UsageError, bytes_text
+from ..kernels import tables as t
+from ..kernels.exl3 import dot_segments
+from .config import ModelConfig
+from .linears import Group, model_groups
+
+__all__ = [
+    "BUCKETS",
+    "Layout",
+    "Limits",
+    "PageGeometry",
+    "Plan",
+    "RecurrentGeometry",
+    "aligned",
+    "arena_bytes",
+    "bucket_of",
+]
+
+BUCKETS = (1, 2, 4, 8, 16)
+ALIGN = 256
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine may use.
+
+    context_tokens: longest sequence, prompt and output.  sequences: live at one time.  rows: most rows of
+    one launch
+    round, 1..16.  prompt_rows: prompt tokens a launch takes at once, 1..rows; any value gives the same bytes.
+    device_bytes: most device memory the plan may take, 0 = what the driver reports free less reserve_bytes.
+    graph: replay captured graphs in decode.  primary_context: use the device's primary context instead of
+    an own one.
+    page_order: "forward", "reversed" or "shuffled:<seed>": which physical pages a sequence is given.
+    """
+
+    context_tokens: int = 4096
+    sequences: int = 1
+    rows: int = 1
+    prompt_rows: int = 1
+    device_bytes: int = 0
+    reserve_bytes: int = 256 << 20
+    graph: bool = True
+    primary_context: bool = False
+    page_order: str = "forward"
+
+    def __post_init__(self) -> None:
+        ranges = (
+            ("context_tokens", 1, 1 << 20),
+            ("sequences", 1, 4096),
+            ("rows", 1, 16),
+            ("prompt_rows", 1, 16),
+            ("device_bytes", 0, 1 << 50),
+            ("reserve_bytes", 0, 1 << 50),
+        )
+        for name, low, high in ranges:
+            value = getattr(self, name)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise UsageError(f"limit {name} is outside its range", value=value, range=f"{low}..{high}")
+        if self.prompt_rows > self.rows:
+            raise UsageError(
+                "prompt_rows is larger than rows",
+                prompt_rows=self.prompt_rows,
+                rows=self.rows,
+                do="raise rows or lower prompt_rows",
+            )
+        order, _, seed = self.page_order.partition(":")
+        if not (self.page_order in ("forward", "reversed") or order == "shuffled" and seed.isdecimal()):
+            raise UsageError(
+                "page_order is not known",
+                value=self.page_order,
+                do='use "forward", "reversed" or "shuffled:<seed>"',
+            )
+
+
+def bucket_of(n_rows: int) -> int:
+    """Smallest row bucket that holds n_rows (1..16)."""
+    return next(bucket for bucket in BUCKETS if bucket >= n_rows)
+
+
+@dataclass(frozen=True)
+class RecurrentGeometry:
+    """A sequence's recurrent slot, bytes from its start.
+
+    Per GDN layer: state f32 [n_v][128 v columns][128 k rows], conv tail f16 [3][channels]; per PLE layer
+    its conv tail
+    f16 [9][4 H].  Every part starts at a multiple of 256.
+    """
+
+    state: Mapping[int, int]
+    tail: Mapping[int, int]
+    ple_tail: Mapping[int, int]
+    size_bytes: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> RecurrentGeometry:
+        at = _Cursor()
+        state: dict[int, int] = {}
+        tail: dict[int, int] = {}
+        for i_layer, kind in enumerate(config.layer_kinds):
+            if kind == "gdn":
+                state[i_layer] = at.take(config.gdn_value_heads * 128 * 128 * 4)
+                tail[i_layer] = at.take(3 * config.gdn_channels * 2)
+        past = (config.ple_taps - 1) * config.ngram_size
+        ple = {i: at.take(past * config.n_streams * config.hidden * 2) for i in config.ple_layers}
+        return cls(state, tail, ple, at.size_bytes)
+
+
+@dataclass(frozen=True)
+class PageGeometry:
+    """A page of 64 tokens over all attention layers, bytes from the page's two starts.
+
+    kv: per layer K f16 [64][n_kv][256], then V of the same shape.  index: per layer raw keys f16 [64][128],
+    then
+    pooled keys f16 [16][128].
+    """
+
+    kv: Mapping[int, int]
+    index: Mapping[int, int]
+    kv_bytes: int
+    index_bytes: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> PageGeometry:
+        kv, index = _Cursor(), _Cursor()
+        layers = [i for i, kind in enumerate(config.layer_kinds) if kind == "qsa"]
+        kv_bytes = 2 * t.PAGE_TOKENS * config.n_kv_heads * config.head_dim * 2
+        index_bytes = (t.PAGE_TOKENS + t.PAGE_TOKENS // config.index_ratio) * config.index_dim * 2
+        return cls(
+            {i: kv.take(kv_bytes) for i in layers},
+            {i: index.take(index_bytes) for i in layers},
+            kv.size_bytes,
+            index.size_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes by owner and tier, before anything is allocated."""
+
+    device: Mapping[str, int]
+    pinned: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+
+    def require_fits(self, free_bytes: int, limits: Limits) -> None:
+        """Raises CapacityError naming the largest owner when the device part does not fit."""
+        need = sum(self.device.values())
+        allowed = limits.device_bytes or max(free_bytes - limits.reserve_bytes, 0)
+        if need > allowed:
+            largest = max(self.device, key=lambda owner: self.device[owner])
+            raise CapacityError(
+                "the plan does not fit device memory",
+                needed_bytes=need,
+                allowed_bytes=allowed,
+                because=f"largest owner {largest} {bytes_text(self.device[largest])}, "
+                f"kv {bytes_text(self.device.get('kv', 0))}",
+                do="lower context_tokens, sequences or rows, or use a device with more memory",
+            )
+
+    def table(self) -> str:
+        rows = [
+            (owner, tier, size)
+            for tier, part in (("device", self.device), ("pinned", self.pinned))
+            for owner, size in part.items()
+        ]
+        lines = [f"{owner:<14} {tier:<7} {bytes_text(size):>12}" for owner, tier, size in rows]
+        return "\n".join((*lines, *self.notes))
+
+
+@dataclass
+class Layout:
+    """Everything the engine's arenas hold, for one configuration and limits.
+
+    work: scratch span sizes.  x, part, out: per group and member the byte offset in the operand, partial-
+    sum and output
+    scratch; operands of a group that another kernel writes stand in `x_span`.
+    """
+
+    config: ModelConfig
+    limits: Limits
+    groups: dict[str, Group] = field(init=False)
+    recurrent: RecurrentGeometry = field(init=False)
+    pages: PageGeometry = field(init=False)
+    work: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.groups = model_groups(self.config)
+        self.recurrent = RecurrentGeometry.of(self.config)
+        self.pages = PageGeometry.of(self.config)
+        if self.limits.context_tokens > self.config.max_positions:
+            raise CapacityError(
+                "the context is longer than the model's positions",
+                context_tokens=self.limits.context_tokens,
+                max_positions=self.config.max_positions,
+                do="lower context_tokens",
+            )
+        self.work = self._work()
+
+    @property
+    def rows_cap(self) -> int:
+        return bucket_of(self.limits.rows)
+
+    @property
+    def pages_per_sequence(self) -> int:
+        return -(-self.limits.context_tokens // t.PAGE_TOKENS)
+
+    @property
+    def n_pages(self) -> int:
+        return self.pages_per_sequence * self.limits.sequences
+
+    @property
+    def n_slots(self) -> int:
+        """Slots of an expert round: the chosen experts and the shared one."""
+        return self.config.n_active + 1
+
+    @property
+    def width_cap(self) -> int:
+        return max(self.config.moe_width, self.config.shared_width)
+
+    @property
+    def max_blocks(self) -> int:
+        """Complete index blocks of the longest sequence, rounded up to a warp's 16."""
+        return -(-(self.limits.context_tokens // self.config.index_ratio) // 16) * 16 or 16
+
+    @property
+    def budget(self) -> int:
+        return self.config.index_budget // self.config.index_ratio
+
+    @property
+    def max_parts(self) -> int:
+        """Attention parts of 64 list entries: the selected blocks' tokens and a tail, or the whole
+        context."""
+        return -(
+            -min(self.config.index_budget + self.config.index_ratio - 1, self.limits.context_tokens) // 64
+        )
+
+    @property
+    def moe_units(self) -> tuple[int, int]:
+        """Most segments of the gate/up and of the down projections over routed and shared widths."""
+        hidden, widths = self.config.hidden, (self.config.moe_width, self.config.shared_width)
+        return (
+            max(dot_segments(hidden, w, 1) for w in widths),
+            max(dot_segments(w, hidden, 1) for w in widths),
+        )
+
+    def member_offsets(self, name: str) -> tuple[list[int], list[int], list[int]]:
+        """(x, part, out) byte offsets of a group's members in the scratch spans x, part and out."""
+        rows, group = self.rows_cap, self.groups[name]
+        at_x, at_part, at_out = _Cursor(), _Cursor(), _Cursor()
+        x: list[int] = []
+        part: list[int] = []
+        out: list[int] = []
+        for member in group.members:
+            x.append(x[member.shares] if member.shares >= 0 else at_x.take(rows * member.k * 2))
+            part.append(at_part.take(member.units * rows * member.n * 4))
+            out.append(at_out.take(rows * member.n * 4))
+        return x, part, out
+
+    def table_bytes(self) -> int:
+        """The tables arena: round rows, slots and pages, linear descriptors, expert lines."""
+        at = _Cursor()
+        at.take(
+            t.ROUND.itemsize
+            + self.rows_cap * (t.ROW.itemsize + t.RUN.itemsize)
+            + self.limits.sequences * t.SLOT.itemsize
+        )
+        at.take(self.limits.sequences * self.pages_per_sequence * t.PAGE.itemsize)
+        for group in self.groups.values():
+            at.take(len(group.members) * t.LINEAR.itemsize)
+        for _ in range(self.config.n_layers):
+            at.take((self.config.n_experts + 1) * t.LINE.itemsize)
+        return at.size_bytes
+
+    def _work(self) -> dict[str, int]:
+        c, rows = self.config, self.rows_cap
+        wide, gu_units, down_units = c.n_streams * c.hidden, *self.moe_units
+        sizes = {
+            "streams": wide * 4,
+            "n16": wide * 2,
+            "rinv": c.n_streams * 4,
+            "inject": c.n_streams * 4,
+            "u16": c.low_rank * 2,
+            "m": c.hidden * 4,
+            "y": c.hidden * 4,
+            "conv": c.gdn_channels * 4,
+            "o": c.gdn_value_heads * 128 * 4,
+            "q16": c.n_heads * c.head_dim * 2,
+            "iq16": c.index_heads * c.index_dim * 2,
+            "score": self.max_blocks * 4,
+            "sel": self.budget * 4,
+            "flag": 4,
+            "part_m": c.n_heads * self.max_parts * 4,
+            "part_l": c.n_heads * self.max_parts * 4,
+            "part_o": c.n_heads * self.max_parts * c.head_dim * 4,
+            "rope": c.rope_dim * 4,
+            "rope_block": c.rope_dim * 4,
+            "emb": c.ple_dim * 2,
+            "routes": self.n_slots * t.ROUTE.itemsize,
+            "moe_x": self.n_slots * 2 * c.hidden * 2,
+            "moe_h": self.n_slots * self.width_cap * 2,
+            "moe_part": self.n_slots * 4 * max(gu_units * 2 * self.width_cap, down_units * c.hidden),
+            "logits": c.vocab * 4,
+            "tokens": 4,
+            "status": 4,
+        }
+        work = {name: rows * size for name, size in sizes.items()}
+        for i_span, name in enumerate(("x", "part", "out")):
+            work[name] = max(self._group_end(group, i_span) for group in self.groups)
+        return work
+
+    def _group_end(self, name: str, i_span: int) -> int:
+        members, rows = self.groups[name].members, self.rows_cap
+        offsets = self.member_offsets(name)[i_span]
+        size = [m.k * 2 if i_span == 0 else m.n * 4 * (m.units if i_span == 1 else 1) for m in members]
+        return max(offset + rows * width for offset, width in zip(offsets, size, strict=True))
+
+
+def aligned(size_bytes: int) -> int:
+    """size_bytes rounded up to the alignment of spans."""
+    return -(-size_bytes // ALIGN) * ALIGN
+
+
+def arena_bytes(sizes: Iterable[int], guard: bool = False) -> int:
+    """Bytes of an arena that holds spans of these sizes one after another; guard: with a guard zone behind
+    each."""
+    return max(sum(aligned(size + (ALIGN if guard else 0)) for size in sizes), ALIGN)
+
+
+class _Cursor:
+    """Hands out consecutive offsets, each a multiple of ALIGN."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+
+    def take(self, size_bytes: int) -> int:
+        at = self.size_bytes
+        self.size_bytes = at + aligned(size_bytes)
+        return at

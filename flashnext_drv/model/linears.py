@@ -1,0 +1,150 @@
+"""The dense linears of the text model, in the groups that one launch serves.
+
+Read by layout.py (bytes of operands, partial sums and outputs), steps.py (launch grids) and state/weights.py
+(upload and descriptors).  A group's linears share one input row; its descriptors lie one after another in the
+device table `<group>.linears`.  Everything about a sum's order (leaves, segments) comes from kernels/exl3.py.
+
+The linears a launch must prepare operands for stand first; the others reuse the operand of the member they
+name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..kernels.exl3 import dot_segments
+from .config import ModelConfig
+
+__all__ = ["Group", "Member", "canonical_leaves", "model_groups"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One linear.  prefix: its name in the pack, without the part.  k, n: inputs, outputs.  leaves: of the
+    sum.
+
+    shares: index of the member in the same group whose operand it reads, or -1 for its own.
+    """
+
+    prefix: str
+    k: int
+    n: int
+    leaves: int = 1
+    shares: int = -1
+
+    @property
+    def segments(self) -> int:
+        return dot_segments(self.k, self.n, self.leaves)
+
+    @property
+    def units(self) -> int:
+        return self.leaves * self.segments
+
+    @property
+    def n_warps(self) -> int:
+        """Warps of linear_gemv: 32 outputs of one unit each."""
+        return (self.n + 31) // 32 * self.units
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linears of one launch.  name: stem of the device table.  out: where finished outputs go ("" = not
+    finished
+    by linear_finish; "y", "logits" = that buffer; "out" = the shared output scratch)."""
+
+    name: str
+    members: tuple[Member, ...]
+    out: str = "out"
+
+    @property
+    def n_inputs(self) -> int:
+        """Members with an operand of their own; they stand first."""
+        return sum(m.shares < 0 for m in self.members)
+
+    @property
+    def n_warps(self) -> int:
+        return sum(m.n_warps for m in self.members)
+
+
+def canonical_leaves(k: int) -> int:
+    """Leaves of a sum that ranks could share (o_proj, out_proj): the largest of 8, 4, 2, 1 that divides
+    K/128."""
+    return next(leaves for leaves in (8, 4, 2, 1) if (k // 128) % leaves == 0)
+
+
+def model_groups(config: ModelConfig) -> dict[str, Group]:
+    """Every dense group of the text model, by name, in the order in which a token meets them."""
+    return {group.name: group for group in _groups(config)}
+
+
+def _groups(config: ModelConfig) -> Iterator[Group]:
+    names = config.names
+    for i_layer, kind in enumerate(config.layer_kinds):
+        stem, mlp = f"L{i_layer}", names.mlp(i_layer)
+        if i_layer in config.ple_layers:
+            ple, width = names.ple(i_layer), config.n_streams * config.hidden
+            yield Group(
+                f"{stem}.ple",
+                (
+                    Member(f"{ple}.key_proj", config.ple_dim, width),
+                    Member(f"{ple}.value_proj", config.ple_dim, config.hidden, shares=0),
+                ),
+            )
+        yield from _site(config, f"{stem}.attn_site", names.attn_site(i_layer))
+        yield from _gdn(config, i_layer) if kind == "gdn" else _qsa(config, i_layer)
+        yield from _site(config, f"{stem}.mlp_site", names.mlp_site(i_layer))
+        yield Group(
+            f"{stem}.router",
+            (
+                Member(f"{mlp}.gate", config.hidden, config.n_experts),
+                Member(f"{mlp}.shared_expert_gate", config.hidden, 1, shares=0),
+            ),
+        )
+    yield from _site(config, "mixer", names.mixer, inject=False)
+    yield Group("head", (Member(names.head, config.hidden, config.vocab),), out="logits")
+
+
+def _site(config: ModelConfig, name: str, prefix: str, inject: bool = True) -> Iterator[Group]:
+    width = config.n_streams * config.hidden
+    members = [Member(f"{prefix}.input_mix_weight_down", width, config.low_rank)]
+    if inject:
+        members.append(Member(f"{prefix}.block_inject_weight", width, config.n_streams, shares=0))
+    yield Group(f"{name}.down", tuple(members), out="")
+    yield Group(f"{name}.up", (Member(f"{prefix}.input_mix_weight_up", config.low_rank, width),), out="")
+
+
+def _gdn(config: ModelConfig, i_layer: int) -> Iterator[Group]:
+    prefix, hidden = config.names.gdn(i_layer), config.hidden
+    n_v, width = config.gdn_value_heads, config.gdn_value_width
+    yield Group(
+        f"L{i_layer}.gdn_in",
+        (
+            Member(f"{prefix}.in_proj_qkv", hidden, config.gdn_channels),
+            Member(f"{prefix}.in_proj_z", hidden, width),
+            Member(f"{prefix}.in_proj_a", hidden, n_v),
+            Member(f"{prefix}.in_proj_b", hidden, n_v, shares=2),
+        ),
+    )
+    yield Group(
+        f"L{i_layer}.gdn_out",
+        (Member(f"{prefix}.out_proj", width, hidden, canonical_leaves(width)),),
+        out="y",
+    )
+
+
+def _qsa(config: ModelConfig, i_layer: int) -> Iterator[Group]:
+    prefix, hidden = config.names.qsa(i_layer), config.hidden
+    width = config.query_width
+    yield Group(
+        f"L{i_layer}.qsa_in",
+        (
+            Member(f"{prefix}.q_proj", hidden, 2 * width),
+            Member(f"{prefix}.k_proj", hidden, config.kv_width),
+            Member(f"{prefix}.v_proj", hidden, config.kv_width),
+            Member(f"{prefix}.indexer.index_qk_proj", hidden, config.index_width),
+        ),
+    )
+    yield Group(
+        f"L{i_layer}.qsa_out", (Member(f"{prefix}.o_proj", width, hidden, canonical_leaves(width)),), out="y"
+    )

@@ -1,0 +1,1 @@
+"""What a rank keeps between launches: device tables, pages, recurrent slots, weights and experts."""

@@ -1,0 +1,220 @@
+"""Dense weights of a rank: embedding, vectors, linears with their descriptors, and the n-gram tables.
+
+Owned by engine/rank.py.  What must stay true: a weight's bytes are the pack's (EXL3 tiles as stored, plain
+matrices
+reordered into mma fragments, vectors widened exactly to f32); the descriptors that kernels read name
+addresses of this
+arena and of the scratch arena only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from ..drv.context import Context
+from ..drv.memory import DeviceArena, PinnedArena, Span
+from ..drv.stream import Stream
+from ..kernels import tables as t
+from ..kernels.exl3 import fragment_order_weights
+from ..lifetime import Owner
+from ..model.layout import Layout, aligned, arena_bytes
+from ..model.linears import Member
+from ..model.pack import PackBase
+from ..model.weight import LinearInfo
+from .tables import DeviceTables
+from .upload import Uploader
+
+__all__ = ["WeightStore", "weight_bytes"]
+
+Array = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing to place.  tensor: copied as stored, or `make`: an array made from the pack.  size_bytes:
+    of it."""
+
+    name: str
+    size_bytes: int
+    tensor: str = ""
+    make: Callable[[], Array] | None = None
+
+
+class WeightStore(Owner):
+    """Owns the arena "weights" and the pinned arena "ngram".
+
+    spans: by the names that model/steps.py uses ("embed", "L3.qsa.q_norm", "L1.ngram.table", ...).
+    """
+
+    def __init__(self, ctx: Context, layout: Layout, pack: PackBase) -> None:
+        super().__init__("weights", holds=(ctx,))
+        self._layout, self._pack = layout, pack
+        self._items = list(_items(layout, pack))
+        self._tables = list(_ngram_tables(layout, pack))
+        self.spans: dict[str, Span] = {}
+        with ExitStack() as undo:
+            self._arena = DeviceArena(ctx, "weights", arena_bytes([i.size_bytes for i in self._items]))
+            undo.callback(self._arena.close)
+            for item in self._items:
+                self.spans[item.name] = self._arena.span(item.name, item.size_bytes)
+            self._ngram: PinnedArena | None = None
+            if self._tables:
+                self._ngram = PinnedArena(ctx, "ngram", sum(aligned(size) for _, size, _ in self._tables))
+                undo.callback(self._ngram.close)
+                for name, size, _ in self._tables:
+                    self.spans[name] = self._ngram.span(name, size)
+            self._undo = undo.pop_all()
+
+    def load(self, uploader: Uploader) -> None:
+        """Place every weight.  Raises CheckpointError from the pack; nothing needs undoing but close."""
+        for item in self._items:
+            address = self.spans[item.name].address
+            if item.make is None:
+                uploader.tensor(address, item.tensor)
+            else:
+                uploader.array(address, item.make())
+        for name, _, sources in self._tables:
+            at = self.spans[name].address
+            for tensor in sources:
+                uploader.tensor(at, tensor)
+                at += self._pack.tensor(tensor).size
+
+    def describe(self, stream: Stream, tables: DeviceTables, work: Mapping[str, Span]) -> None:
+        """Store the FnLinear rows of every group as table `<group>.linears`.  work: the scratch spans."""
+        layout = self._layout
+        for name, group in layout.groups.items():
+            rows = np.zeros(len(group.members), t.LINEAR)
+            offsets = layout.member_offsets(name)
+            first_warp = 0
+            for row, member, x, part, out in zip(rows, group.members, *offsets, strict=True):
+                row["w"] = self.weight_row(self._pack.linear(member.prefix))
+                row["x"] = _operand(name, work, x)
+                row["part"] = work["part"].address + part
+                row["out"] = work[group.out].address + (out if group.out == "out" else 0) if group.out else 0
+                row["k"], row["n"], row["x_stride"] = member.k, member.n, member.k
+                row["leaves"], row["segments"] = member.leaves, member.segments
+                row["first_warp"], row["n_warps"] = first_warp, member.n_warps
+                first_warp += member.n_warps
+            tables.store(stream, f"{name}.linears", rows)
+
+    def weight_row(self, info: LinearInfo) -> npt.NDArray[np.void]:
+        """The FnWeight of a dense linear placed here."""
+        row = np.zeros((), t.WEIGHT)
+        row["format"] = info.format
+        row["data"] = self.spans[f"{info.prefix}.data"].address
+        if info.is_exl3:
+            row["suh"] = self.spans[f"{info.prefix}.suh"].address
+            row["svh"] = self.spans[f"{info.prefix}.svh"].address
+        return row
+
+    def _release(self) -> None:
+        self._undo.close()
+
+
+def weight_bytes(layout: Layout, pack: PackBase) -> tuple[int, int]:
+    """(device, pinned) bytes that a WeightStore takes."""
+    return (
+        arena_bytes(i.size_bytes for i in _items(layout, pack)),
+        sum(aligned(size) for _, size, _ in _ngram_tables(layout, pack)),
+    )
+
+
+def _operand(group: str, work: Mapping[str, Span], offset: int) -> int:
+    """Where a group's operand lies: written by linear_input, or by the kernel in front of the group."""
+    for suffix, span in (
+        ("_site.down", "n16"),
+        ("mixer.down", "n16"),
+        ("_site.up", "u16"),
+        ("mixer.up", "u16"),
+        (".ple", "emb"),
+    ):
+        if group.endswith(suffix):
+            return work[span].address
+    return work["x"].address + offset
+
+
+def _items(layout: Layout, pack: PackBase) -> Iterator[Item]:
+    c, names = layout.config, layout.config.names
+    embed = f"{names.embed}.weight"
+    yield Item("embed", pack.tensor(embed).size, tensor=embed)
+    for group in layout.groups.values():
+        for member in group.members:
+            yield from linear_items(pack, pack.linear(member.prefix), member)
+    for i_layer in range(c.n_layers):
+        stem = f"L{i_layer}"
+        vectors = {
+            f"{stem}.attn_site.norm": f"{names.attn_site(i_layer)}.hc_norm.weight",
+            f"{stem}.mlp_site.norm": f"{names.mlp_site(i_layer)}.hc_norm.weight",
+        }
+        if c.layer_kinds[i_layer] == "gdn":
+            gdn = names.gdn(i_layer)
+            vectors |= {
+                f"{stem}.gdn.conv": f"{gdn}.conv1d.weight",
+                f"{stem}.gdn.norm": f"{gdn}.norm.weight",
+                f"{stem}.gdn.a_log": f"{gdn}.A_log",
+                f"{stem}.gdn.dt_bias": f"{gdn}.dt_bias",
+            }
+        else:
+            qsa = names.qsa(i_layer)
+            vectors |= {
+                f"{stem}.qsa.q_norm": f"{qsa}.q_norm.weight",
+                f"{stem}.qsa.k_norm": f"{qsa}.k_norm.weight",
+                f"{stem}.qsa.iq_norm": f"{qsa}.indexer.q_layernorm.weight",
+                f"{stem}.qsa.ik_norm": f"{qsa}.indexer.k_layernorm.weight",
+            }
+        if i_layer in c.ple_layers:
+            ple = names.ple(i_layer)
+            vectors |= {
+                f"{stem}.ple.{n}": f"{ple}.{n}.weight" for n in ("norm_key", "norm_query", "norm_conv")
+            }
+            vectors[f"{stem}.ple.conv"] = f"{ple}.conv1d.weight"
+        for name, tensor in vectors.items():
+            yield _vector(pack, name, tensor)
+        for shared in ("gate_proj", "up_proj", "down_proj"):
+            yield from linear_items(pack, pack.linear(f"{names.shared(i_layer)}.{shared}"))
+    yield _vector(pack, "mixer.norm", f"{names.mixer}.hc_norm.weight")
+    for i_ple, i_layer in enumerate(c.ple_layers):
+        info = pack.ngram(i_ple)
+        for part in ("head_offsets", "head_sizes", "multipliers"):
+            values = getattr(info, part)
+            yield Item(f"L{i_layer}.ngram.{part}", values.nbytes, make=partial(np.asarray, values))
+        if info.head_bias is not None:
+            yield Item(f"L{i_layer}.ngram.head_bias", pack.tensor(info.head_bias).size, tensor=info.head_bias)
+
+
+def _vector(pack: PackBase, name: str, tensor: str) -> Item:
+    count = int(np.prod(pack.tensor(tensor).shape, dtype=np.int64))
+    return Item(name, 4 * count, make=lambda: pack.vector(tensor))
+
+
+def linear_items(pack: PackBase, info: LinearInfo, member: Member | None = None) -> Iterator[Item]:
+    """What a linear needs in memory, under `<prefix>.data`, `.suh` and `.svh`."""
+    if member is not None and (member.k, member.n) != (info.k, info.n):
+        raise AssertionError(f"{info.prefix} is {info.k} x {info.n}, the model says {member.k} x {member.n}")
+    if not info.is_exl3:
+        name = info.parts["weight"]
+        yield Item(
+            f"{info.prefix}.data",
+            (info.n + 15) // 16 * 16 * info.k * 2,
+            make=lambda: fragment_order_weights(pack.read(name).view("<u2")),
+        )
+        return
+    yield Item(f"{info.prefix}.data", pack.tensor(info.parts["trellis"]).size, tensor=info.parts["trellis"])
+    for part, count in (("suh", info.k), ("svh", info.n)):
+        yield Item(f"{info.prefix}.{part}", 2 * count, make=partial(pack.scale, info, part))
+
+
+def _ngram_tables(layout: Layout, pack: PackBase) -> Iterator[tuple[str, int, tuple[str, ...]]]:
+    for i_ple, i_layer in enumerate(layout.config.ple_layers):
+        info = pack.ngram(i_ple)
+        yield (
+            f"L{i_layer}.ngram.table",
+            info.rows * info.row_bytes + 16,
+            tuple(source[0] for source in info.sources),
+        )

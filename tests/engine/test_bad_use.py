@@ -1,0 +1,136 @@
+"""Bad input to the engine: a typed error that names the value, nothing lost, the engine usable afterwards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flashnext_drv.engine.engine import Engine, Limits, Sampling
+from flashnext_drv.errors import CapacityError, CheckpointError, UsageError
+
+pytestmark = pytest.mark.sim
+
+
+@pytest.fixture(scope="module")
+def engine(micro: Path, device: str) -> Iterator[Engine]:
+    with Engine.open(micro, Limits(context_tokens=64, graph=False), device=device) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([], "non-empty list of token ids"),
+        ([1, 512], "index=1, id=512, vocab=512"),
+        ([-1], "id=-1"),
+        ([1.5], "integers"),
+        ([[1, 2]], "non-empty list"),
+    ],
+)
+def test_ids_that_cannot_be_used(engine: Engine, ids: object, text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(text)):
+        engine.generate(ids, max_new_tokens=1)  # type: ignore[arg-type]
+    assert engine.generate([1], max_new_tokens=1).tokens
+
+
+def test_more_tokens_than_the_cache(engine: Engine) -> None:
+    with pytest.raises(CapacityError) as caught:
+        engine.generate(list(range(60)), max_new_tokens=6)
+    assert caught.value.needed_tokens == 65 and caught.value.context_tokens == 64
+    with pytest.raises(CapacityError):
+        engine.logits(list(range(65)))
+    assert len(engine.generate(list(range(60)), max_new_tokens=5, stop_ids=()).tokens) == 5
+    assert engine.rank.pages.free_pages == engine.rank.layout.n_pages
+
+
+def test_more_sequences_than_slots(engine: Engine) -> None:
+    with engine.sequence(), pytest.raises(CapacityError, match="no sequence slot is free"):
+        engine.generate([1], max_new_tokens=1)
+    assert engine.generate([1], max_new_tokens=1).tokens
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": 2.0},
+        {"top_k": -1},
+        {"seed": 1 << 64},
+    ],
+)
+def test_sampling_outside_its_range(wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError):
+        Sampling(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rows": 17}, {"rows": 0}, {"prompt_rows": 2}, {"context_tokens": 0}, {"page_order": "random"}]
+)
+def test_limits_outside_their_range(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError):
+        Limits(**wrong)  # type: ignore[arg-type]
+
+
+def test_rows_outside_the_prompt(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="rows=2:5"):
+        engine.logits([1, 2, 3], rows=(2, 5))
+
+
+def test_context_beyond_the_model(open_micro: Callable[..., Engine]) -> None:
+    with pytest.raises(CapacityError, match="max_positions=4096"):
+        open_micro(context_tokens=8192)
+
+
+def test_device_memory_too_small_names_the_largest_owner(open_micro: Callable[..., Engine]) -> None:
+    with pytest.raises(CapacityError) as caught:
+        open_micro(device_bytes=1 << 20)
+    assert "largest owner" in str(caught.value) and caught.value.needed_bytes > caught.value.allowed_bytes
+
+
+def test_folder_that_is_no_pack(tmp_path: Path, device: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape("config.json is missing")):
+        Engine.open(tmp_path, device=device)
+
+
+def test_synthetic_name_with_unknown_knob(device: str) -> None:
+    with pytest.raises(UsageError, match="colour=red"):
+        Engine.open("synth:micro?colour=red", device=device)
+
+
+def test_closed_engine_refuses_work(open_micro: Callable[..., Engine]) -> None:
+    engine = open_micro(graph=False)
+    engine.close()
+    engine.close()
+    with pytest.raises(UsageError, match="closed"):
+        engine.generate([1], max_new_tokens=1)
+
+
+def test_nan_weight_gives_a_typed_error(tmp_path: Path, micro: Path, device: str) -> None:
+    """A NaN in the final mixer's norm reaches every logit; the draw refuses it and the engine stays
+    usable."""
+    import shutil
+
+    from flashnext_drv.errors import ContractError
+    from flashnext_drv.model.pack import Pack
+
+    folder = tmp_path / "pack"
+    shutil.copytree(micro, folder)
+    folder.chmod(0o755)
+    tensor = Pack.open(folder).tensors["model.language_model.hyper_connection_mixer.hc_norm.weight"]
+    path = folder / Path(tensor.file).name
+    path.chmod(0o644)
+    data = bytearray(path.read_bytes())
+    data[tensor.offset : tensor.offset + 2] = np.uint16(0x7E00 if tensor.dtype == "F16" else 0x7FC0).tobytes()
+    path.write_bytes(data)
+    with Engine.open(folder, Limits(context_tokens=64, graph=False), device=device) as engine:
+        with pytest.raises(ContractError, match="a logit is NaN"):
+            engine.generate([1, 2], max_new_tokens=1)
+        assert engine.rank.slots.free_slots == 1
+        assert np.isnan(engine.logits([1])).any()

@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""SHA-256 of every kernel case and of whole runs, on one device; written, or compared with a file written
+on another.
+
+    python tools/case_hashes.py --device sim --out tests/data/case_hashes.json      # on a machine without a
+    GPU
+    python tools/case_hashes.py --device cuda --compare tests/data/case_hashes.json --receipt out.json
+
+The simulator must be told the GPU's mma generation; sm_90 is its default.  Whole runs are the prompts of
+the packs
+under tests/data and, with --golden, of more golden folders: logits of every row, eager and through graphs,
+and rows
+batched 16 at a time.  Exit 1 when any hash differs or a case fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from flashnext_drv.bench.receipt import write_receipt  # noqa: E402
+from flashnext_drv.check.contract import CheckDevice, run_case  # noqa: E402
+from flashnext_drv.engine.engine import Engine, Limits  # noqa: E402
+from flashnext_drv.kernels import catalog  # noqa: E402
+
+
+def kernel_hashes(device: str, only: str) -> tuple[dict[str, str], list[str]]:
+    """{"kernel/case": sha256}, and the cases whose expectation failed."""
+    hashes, failed = {}, []
+    with CheckDevice(device) as check:
+        for spec in catalog.specs():
+            if only and only not in spec.name:
+                continue
+            for case in spec.cases:
+                key = f"{spec.name}/{case.name}"
+                try:
+                    hashes[key] = run_case(check, spec.name, case).sha256
+                except AssertionError as error:
+                    failed.append(f"{key}: {error}")
+    return hashes, failed
+
+
+def run_hashes(device: str, folder: Path, cases: list[str]) -> dict[str, str]:
+    """{"<pack>/<case>/<mode>": sha256 of the float32 logits of all rows}."""
+    golden = np.load(folder / "golden.npz")
+    names = cases or sorted({key.split(".")[0] for key in golden.files if key.endswith(".input_ids")})
+    out = {}
+    for mode, limits in (
+        ("serial", Limits(context_tokens=512, graph=False)),
+        ("graph16", Limits(context_tokens=512, rows=16, prompt_rows=16)),
+    ):
+        with Engine.open(folder / "pack", limits, device=device) as engine:
+            for name in names:
+                logits = engine.logits(golden[f"{name}.input_ids"])
+                out[f"{folder.name}/{name}/{mode}"] = hashlib.sha256(logits.tobytes()).hexdigest()
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="sim")
+    parser.add_argument(
+        "--golden", action="append", default=[], help="more golden folders (pack/ and golden.npz)"
+    )
+    parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    parser.add_argument("--no-runs", action="store_true", help="kernel cases only")
+    parser.add_argument("--out", help="write the hashes here")
+    parser.add_argument("--compare", help="hashes to compare with")
+    parser.add_argument("--receipt", help="write a receipt here")
+    args = parser.parse_args()
+    started = time.perf_counter()
+    hashes, failed = kernel_hashes(args.device, args.kernel)
+    print(
+        f"{len(hashes)} kernel cases, {len(failed)} failed, {time.perf_counter() - started:.1f} s", flush=True
+    )
+    for line in failed:
+        print(f"FAIL {line}")
+    if not args.no_runs:
+        for folder in (ROOT / "tests/data/exl3_micro", *map(Path, args.golden)):
+            hashes |= run_hashes(args.device, folder, [])
+            print(f"{folder.name}: {time.perf_counter() - started:.1f} s", flush=True)
+    differ: list[str] = []
+    compared = 0
+    if args.compare:
+        known = json.loads(Path(args.compare).read_text(encoding="utf-8"))
+        if known["source_digest"] != catalog.source_digest():
+            failed.append("the hashes were made from other kernel sources")
+            print(f"FAIL {failed[-1]}")
+        common = sorted(hashes.keys() & known["hashes"].keys())
+        compared = len(common)
+        differ = [key for key in common if hashes[key] != known["hashes"][key]]
+        missing = sorted(known["hashes"].keys() - hashes.keys())
+        print(f"compared {compared}, {len(differ)} differ, {len(missing)} only in the file")
+        for key in differ:
+            print(f"DIFFERS {key}")
+    if args.out:
+        data = {"source_digest": catalog.source_digest(), "device": args.device, "hashes": hashes}
+        Path(args.out).write_text(json.dumps(data, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+    if args.receipt:
+        with CheckDevice(args.device) as check:
+            write_receipt(
+                args.receipt,
+                check.ctx.facts,
+                {"compared": compared, "differ": differ, "failed": failed, "n_hashes": len(hashes)},
+            )
+    return 1 if differ or failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+# Sourced by try.sh and test.sh: a virtual environment in .venv with this checkout installed in it.
+# usage: . tools/venv.sh EXTRAS      EXTRAS: comma list of pyproject.toml extras, or empty
+root=$(cd "$(dirname "$0")/.." && pwd)
+cd "$root" || exit 3
+base=${PYTHON:-python3}
+"$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
+    echo "needs Python 3.11 or newer as '$base'; set PYTHON=/path/to/python3" >&2; exit 3; }
+[ -x .venv/bin/python ] || "$base" -m venv .venv || {
+    echo "cannot make a virtual environment: install the venv module of $base (Debian: python3-venv)" >&2; exit 3; }
+# A compiler builds the simulator; without one the ziglang wheel does.
+extras=$1
+command -v g++ >/dev/null 2>&1 || command -v clang++ >/dev/null 2>&1 || extras="${extras:+$extras,}sim"
+stamp=".venv/installed-${extras:-core}"
+if [ ! -f "$stamp" ] || [ pyproject.toml -nt "$stamp" ]; then
+    echo "installing into .venv (a minute or two)" >&2
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extras:+[$extras]}" >&2 || exit 3
+    touch "$stamp"
+fi
+python=.venv/bin/python
