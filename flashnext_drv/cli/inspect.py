@@ -27,7 +27,8 @@ _DIFFERENCES: Final = frozenset(("changed", "added", "dropped", "renamed"))
 def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verb to the command line."""
     parser = sub.add_parser("inspect", help="show what a pack holds and check it")
-    parser.add_argument("pack", type=Path, metavar="PACK", help="folder with config.json and *.safetensors")
+    parser.add_argument("pack", type=Path, nargs="?", metavar="PACK",
+                        help="folder with config.json and *.safetensors (FLASHNEXT_DRV_PACK)")
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -44,6 +45,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def run(args: argparse.Namespace) -> int:
     """Print the report.  Returns 0, or 1 when the pack differs from its manifest."""
+    args.pack = Path(args.pack)
     found: dict[str, Any] = {}
     if not args.no_digest or args.verify or args.save_manifest:
         try:

@@ -1,0 +1,141 @@
+"""`generate PACK`: token ids in, token ids out, with what it took.
+
+Prints the new tokens, the SHA-256 over prompt and new ids (as little-endian u32), the device, times and
+memory by owner.  What must stay true: the same pack, ids and sampling print the same tokens and hash on
+every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from .ids import add_ids, read_ids
+from .report import GOOD, Progress, print_json
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine, Generation
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = sub.add_parser("generate", help="prompt ids to new ids", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "pack",
+        nargs="?",
+        metavar="PACK",
+        help="folder of a pack, or synth:MODEL[?seed=N&...] made in memory (FLASHNEXT_DRV_PACK)",
+    )
+    add_ids(parser, inline=True)
+    parser.add_argument("--max-new", type=int, required=True, metavar="N", help="most tokens to draw")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 draws the likeliest token (default)"
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="0: off")
+    parser.add_argument("--top-p", type=float, default=1.0, help="1: off")
+    parser.add_argument("--min-p", type=float, default=0.0, help="0: off")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws, 0..2^64-1")
+    parser.add_argument(
+        "--stop-id",
+        type=int,
+        action="append",
+        metavar="ID",
+        help="token that ends the text; may be repeated (default: the model's end of sequence)",
+    )
+    parser.add_argument("--no-stop", action="store_true", help="draw --max-new tokens whatever they are")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens of cache (default: prompt and --max-new)"
+    )
+    parser.add_argument(
+        "--prompt-rows", type=int, default=1, metavar="N", help="prompt tokens a launch, 1..16"
+    )
+    parser.add_argument(
+        "--graph",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="decode by replaying a captured graph",
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "sim"), help="default: FLASHNEXT_DRV_DEVICE, else auto"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Open, generate, print.  Raises what the engine raises."""
+    from ..engine.engine import Engine, Limits, Sampling
+    from ..errors import UsageError
+
+    ids = read_ids(args)
+    if args.max_new < 0:
+        raise UsageError("--max-new is 0 or more", value=args.max_new)
+    if args.no_stop and args.stop_id:
+        raise UsageError("--stop-id and --no-stop exclude each other")
+    sampling = Sampling(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed
+    )
+    limits = Limits(
+        context_tokens=args.context or len(ids) + args.max_new,
+        rows=args.prompt_rows,
+        prompt_rows=args.prompt_rows,
+        graph=args.graph,
+    )
+    stop_ids = () if args.no_stop else args.stop_id
+    n_new = 0
+
+    with Progress() as progress:
+
+        def told(_: int) -> None:
+            nonlocal n_new
+            n_new += 1
+            progress.tokens_done(n_new, args.max_new)
+
+        with Engine.open(args.pack, limits, device=args.device, progress=progress.bytes_done) as engine:
+            made = engine.generate(
+                ids, max_new_tokens=args.max_new, sampling=sampling, stop_ids=stop_ids, on_token=told
+            )
+            found = _result(args, ids, engine, made)
+            table = engine.memory().table()
+    if args.json:
+        print_json(found)
+    else:
+        _print(found, table)
+    return GOOD
+
+
+def _result(args: argparse.Namespace, ids: list[int], engine: Engine, made: Generation) -> dict[str, Any]:
+    times = {"open": engine.open_seconds, **made.times}
+    n = len(made.tokens)
+    rates = {
+        "prompt": len(ids) / times["prompt"] if times["prompt"] else 0.0,
+        "decode": (n - 1) / times["decode"] if n > 1 and times["decode"] else 0.0,
+    }
+    return {
+        "device": made.device,
+        "pack": args.pack,
+        "prompt_tokens": len(ids),
+        "tokens": made.tokens,
+        "sha256": made.sha256,
+        "finish": made.finish,
+        "times_s": times,
+        "tokens_per_s": rates,
+        "counters": dict(made.counters),
+        "memory": engine.memory().as_dict(),
+    }
+
+
+def _print(found: dict[str, Any], table: str) -> None:
+    times, rates = found["times_s"], found["tokens_per_s"]
+    print(f"device   {found['device']}")
+    print(f"pack     {found['pack']}")
+    print(f"prompt   {found['prompt_tokens']} tokens")
+    print(f"tokens   {' '.join(map(str, found['tokens']))}")
+    print(f"sha256   {found['sha256']}  (prompt and new ids, little-endian u32)")
+    print(f"finish   {found['finish']} after {len(found['tokens'])} tokens")
+    print(
+        f"times    open {times['open']:.3f} s, prompt {times['prompt']:.3f} s ({rates['prompt']:.1f} tok/s), "
+        f"decode {times['decode']:.3f} s ({rates['decode']:.1f} tok/s)"
+    )
+    print(table)
