@@ -9,7 +9,7 @@ and a call that would break a capture is refused by name before the driver sees 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,12 +68,17 @@ class _Thread(threading.local):
     """Per thread: call counts, the ring, the plan, open captures."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self.ring: deque[tuple[str, int]] = deque(maxlen=_RING_CALLS)
+        self.counts: defaultdict[str, int] = defaultdict(int)
+        self.ring: deque[str | tuple[str, int]] = deque(maxlen=_RING_CALLS)
         self.plan: _Plan | None = None
         self.counting: list[Count] = []
         self.captures = 0
         self.silent = 0
+        self.special = False        # counting, captures or silent in force: one test on the hot path
+
+    def settle(self) -> None:
+        """Call after every change of counting, captures or silent."""
+        self.special = bool(self.counting or self.captures or self.silent)
 
 
 _here = _Thread()
@@ -85,17 +90,17 @@ def enter(name: str) -> int:
     Raises UsageError when this thread is capturing and the call would break the capture.
     """
     here = _here
-    if here.silent:
-        return 0
-    if here.captures and name in UNSAFE:
-        raise UsageError(f"{name} while a stream of this thread is being captured",
-                         do="allocate, wait and instantiate before or after the capture")
-    here.counts[name] = here.counts.get(name, 0) + 1
-    here.ring.append((name, 0))
-    if here.counting:
+    if here.special:
+        if here.silent:
+            return 0
+        if here.captures and name in UNSAFE:
+            raise UsageError(f"{name} while a stream of this thread is being captured",
+                             do="allocate, wait and instantiate before or after the capture")
         for count in here.counting:
             count.n += 1
             count.names.append(name)
+    here.counts[name] += 1
+    here.ring.append(name)
     return here.plan.hit(name) if here.plan is not None else 0
 
 
@@ -116,12 +121,13 @@ def reset_counters() -> None:
 def ring() -> list[tuple[str, int]]:
     """This thread's last calls, oldest first, as (name, 0); a call that failed follows again with its
     code."""
-    return list(_here.ring)
+    return [entry if isinstance(entry, tuple) else (entry, 0) for entry in _here.ring]
 
 
 def set_capturing(change: int) -> None:
     """+1 when a capture begins on this thread, -1 when it has ended.  Called by drv/graph.py alone."""
     _here.captures += change
+    _here.settle()
 
 
 def capturing() -> bool:
@@ -151,17 +157,21 @@ def count_calls() -> Iterator[Count]:
     """Count this thread's driver calls: the length of a fault sweep is `count.n`."""
     count = Count()
     _here.counting.append(count)
+    _here.settle()
     try:
         yield count
     finally:
         _here.counting = [c for c in _here.counting if c is not count]
+        _here.settle()
 
 
 @contextmanager
 def silent() -> Iterator[None]:
     """Calls in here are neither counted nor failed: for what a report or an error message looks up."""
     _here.silent += 1
+    _here.settle()
     try:
         yield
     finally:
         _here.silent -= 1
+        _here.settle()
