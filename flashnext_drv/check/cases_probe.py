@@ -1,7 +1,7 @@
 """Contract cases of the probe family: elementary functions, mma bits, warp collectives, barriers.
 
-Called by check/contract.py.  References: numpy's FP64 functions with bounds in ulps (one ulp of numpy's own error is
-2^-29 of ours), Python integers and decimals, and the mma model; never the kernels' text.
+Called by check/contract.py.  References: numpy's FP64 functions with bounds in ulps (one ulp of numpy's own
+error is 2^-29 of ours), Python integers and decimals, and the mma model; never the kernels' text.
 """
 
 from __future__ import annotations
@@ -23,25 +23,53 @@ __all__ = ["ULPS", "build", "ulp_errors"]
 Arrays = dict[str, NDArray[Any]]
 F64 = NDArray[np.float64]
 
-ULPS: Final = {"exp2": 1.0, "exp": 1.25, "log": 1.0, "log1p01": 1.0, "sigmoid": 2.5, "silu": 3.0, "softplus": 1.75,
-               "rsqrt": 1.5, "rcp": 0.5, "div3": 0.5, "sqrt": 0.5, "fma": 0.5}
+ULPS: Final = {
+    "exp2": 1.0,
+    "exp": 1.25,
+    "log": 1.0,
+    "log1p01": 1.0,
+    "sigmoid": 2.5,
+    "silu": 3.0,
+    "softplus": 1.75,
+    "rsqrt": 1.5,
+    "rcp": 0.5,
+    "div3": 0.5,
+    "sqrt": 0.5,
+    "fma": 0.5,
+}
 _REFERENCES: Final[dict[str, Callable[[F64], F64]]] = {
-    "exp2": np.exp2, "exp": np.exp, "log": np.log, "log1p01": np.log1p, "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "silu": lambda x: x / (1 + np.exp(-x)), "softplus": lambda x: np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x))),
-    "rsqrt": lambda x: 1 / np.sqrt(x), "rcp": lambda x: 1 / x, "div3": lambda x: x / 3, "sqrt": np.sqrt,
-    "fma": lambda x: x * x - 1}
+    "exp2": np.exp2,
+    "exp": np.exp,
+    "log": np.log,
+    "log1p01": np.log1p,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "softplus": lambda x: np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x))),
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "rcp": lambda x: 1 / x,
+    "div3": lambda x: x / 3,
+    "sqrt": np.sqrt,
+    "fma": lambda x: x * x - 1,
+}
 _HALF_SCALE: Final = 0.088388347648
 
 
 def build(name: str, case: Case, seed: int) -> Operands:
     """Operands of one case of a probe kernel.  Raises KeyError for another kernel."""
-    builders = {"math_sweep": _math_sweep, "math_f64": _math_f64, "mma_tiles_f16": _mma_tiles, "mma_tiles_bf16": _mma_tiles,
-                "warp_ops": _warp_ops, "barrier_turns": _turns}
+    builders = {
+        "math_sweep": _math_sweep,
+        "math_f64": _math_f64,
+        "mma_tiles_f16": _mma_tiles,
+        "mma_tiles_bf16": _mma_tiles,
+        "warp_ops": _warp_ops,
+        "barrier_turns": _turns,
+    }
     return builders[name](name, case, seed)
 
 
 def ulp_errors(found: NDArray[np.float32], exact: F64) -> F64:
-    """|found - exact| in ulps of f32 at `exact`; 0 where exact is beyond f32 or found is not finite and should not be."""
+    """|found - exact| in ulps of f32 at `exact`; 0 where exact is beyond f32 or found is not finite and
+    should not be."""
     with np.errstate(all="ignore"):
         size = np.abs(exact)
         unit = np.ldexp(1.0, np.maximum(np.frexp(size)[1] - 24, -149))
@@ -60,12 +88,23 @@ def _math_sweep(name: str, case: Case, seed: int) -> Operands:
         with np.errstate(all="ignore"):
             _check_function(function, words, x, arrays["y"], found)
 
-    return Operands({"y": poison(n, np.uint32)}, {"which": MATH_FUNCTIONS.index(function), "start": start, "step": step, "n": n},
-                    (4, 1, 1), [], ("y",), expect)
+    return Operands(
+        {"y": poison(n, np.uint32)},
+        {"which": MATH_FUNCTIONS.index(function), "start": start, "step": step, "n": n},
+        (4, 1, 1),
+        [],
+        ("y",),
+        expect,
+    )
 
 
-def _check_function(function: str, words: NDArray[np.uint32], x: NDArray[np.float32], y: NDArray[np.uint32],
-                    found: NDArray[np.float32]) -> None:
+def _check_function(
+    function: str,
+    words: NDArray[np.uint32],
+    x: NDArray[np.float32],
+    y: NDArray[np.uint32],
+    found: NDArray[np.float32],
+) -> None:
     number = ~np.isnan(x)
     if function == "f2h_f2b":
         half = np.where(number, x.astype(np.float16).view(np.uint16), 0x7FFF)
@@ -74,7 +113,11 @@ def _check_function(function: str, words: NDArray[np.uint32], x: NDArray[np.floa
         _same(y, half.astype(np.uint32) | brain << 16)
     elif function in ("h2f", "b2f"):
         low = words.astype(np.uint16)
-        wanted = low.view(np.float16).astype(np.float32) if function == "h2f" else (low.astype(np.uint32) << 16).view(np.float32)
+        wanted = (
+            low.view(np.float16).astype(np.float32)
+            if function == "h2f"
+            else (low.astype(np.uint32) << 16).view(np.float32)
+        )
         _same_floats(found, wanted)
     elif function == "u32_to_f32":
         _same_floats(found, words.astype(np.float32))
@@ -82,7 +125,9 @@ def _check_function(function: str, words: NDArray[np.uint32], x: NDArray[np.floa
         other = _reversed_bits(words).view(np.float32)
         wanted = np.maximum(x, other)
         zero = (x == 0) & (other == 0)
-        wanted = np.where(zero, np.where(np.signbit(x) & np.signbit(other), np.float32(-0.0), np.float32(0)), wanted)
+        wanted = np.where(
+            zero, np.where(np.signbit(x) & np.signbit(other), np.float32(-0.0), np.float32(0)), wanted
+        )
         _same_floats(found, wanted.astype(np.float32))
     else:
         in_domain = number
@@ -94,8 +139,8 @@ def _check_function(function: str, words: NDArray[np.uint32], x: NDArray[np.floa
             in_domain &= x > -np.inf
         errors = np.where(in_domain & ~np.isnan(exact), ulp_errors(found, exact), 0)
         i = int(errors.argmax())
-        assert errors[i] <= ULPS[function] + 1e-6, (
-            f"{function}({float(x[i]).hex()}) = {float(found[i]).hex()}: {errors[i]:.3f} ulp, bound {ULPS[function]}")
+        point = f"{function}({float(x[i]).hex()}) = {float(found[i]).hex()}"
+        assert errors[i] <= ULPS[function] + 1e-6, f"{point}: {errors[i]:.3f} ulp, bound {ULPS[function]}"
         bad = in_domain & (np.isnan(found) != np.isnan(exact))
         assert not bad.any(), f"{function}: NaN at {x[bad][0]!r} is not where the reference has one"
         big = in_domain & np.isinf(exact) & (found != exact.astype(np.float32))
@@ -107,7 +152,7 @@ def _math_f64(name: str, case: Case, seed: int) -> Operands:
     kind, n = str(case["kind"]), case.int("n")
     raw = np.asarray(bits(seed, f"math_f64.{kind}", (n,))).astype(np.float64)
     quarter = 1.5707963267948966
-    if kind == "angles":       # the angles of positions: every size up to 262,143
+    if kind == "angles":  # the angles of positions: every size up to 262,143
         x = np.ldexp(raw, -32 + 18) * np.where(np.arange(n) % 3 == 0, 2.0**-12, 1.0)
         x[0], x[1], x[2] = 262143.0, 262142.99999999997, 1.0
     elif kind == "quadrants":  # next to multiples of pi/2, where the reduction cancels
@@ -117,8 +162,31 @@ def _math_f64(name: str, case: Case, seed: int) -> Operands:
         x = np.ldexp(raw, -32) * 1400 - 720
         x[: n // 2] = np.ldexp(raw[: n // 2], -32) * 40 - 30
     else:
-        x = np.resize(np.array([0.0, -0.0, 1e-300, -1e-300, 299999.0, 3e5, -3e5, 1e9, np.inf, -np.inf, np.nan, 709.78, 709.79,
-                                -708.4, -745.13, -745.2, -800.0, 2.0**-1074]), n)
+        x = np.resize(
+            np.array(
+                [
+                    0.0,
+                    -0.0,
+                    1e-300,
+                    -1e-300,
+                    299999.0,
+                    3e5,
+                    -3e5,
+                    1e9,
+                    np.inf,
+                    -np.inf,
+                    np.nan,
+                    709.78,
+                    709.79,
+                    -708.4,
+                    -745.13,
+                    -745.2,
+                    -800.0,
+                    2.0**-1074,
+                ]
+            ),
+            n,
+        )
 
     def expect(arrays: Arrays) -> None:
         with localcontext() as context:
@@ -148,8 +216,12 @@ def _check_point(x: float, s: float, c: float, e: float) -> None:
             k += 1
             term *= r / k
         for name, got, want in (("sin", s, sine), ("cos", c, cosine)):
-            assert abs(Decimal(got) - want) < Decimal("1e-15"), f"{name}({x!r}) = {got!r}, error {float(Decimal(got) - want):.2e}"
-            assert abs(float(np.float32(got)) - float(want)) <= 2 * max(abs(float(want)) * 2.0**-23, 2.0**-49), f"{name}({x!r}) in f32"
+            assert abs(Decimal(got) - want) < Decimal("1e-15"), (
+                f"{name}({x!r}) = {got!r}, error {float(Decimal(got) - want):.2e}"
+            )
+            assert abs(float(np.float32(got)) - float(want)) <= 2 * max(
+                abs(float(want)) * 2.0**-23, 2.0**-49
+            ), f"{name}({x!r}) in f32"
     if np.isnan(x):
         assert np.isnan(e), "exp(NaN) is a number"
         return
@@ -167,10 +239,22 @@ def _mma_tiles(name: str, case: Case, seed: int) -> Operands:
 
     def expect(arrays: Arrays) -> None:
         found = arrays["d"].view(np.uint32)
-        off = {m: int((found != mma_model.mma(a, b, c, bf16, m).view(np.uint32)).sum()) for m in (mma_model.SM90, mma_model.SM80)}
-        assert 0 in off.values(), f"{min(off.values())} of {found.size} outputs differ from the model of sm_90 and of sm_80"
+        off = {
+            m: int((found != mma_model.mma(a, b, c, bf16, m).view(np.uint32)).sum())
+            for m in (mma_model.SM90, mma_model.SM80)
+        }
+        assert 0 in off.values(), (
+            f"{min(off.values())} of {found.size} outputs differ from the model of sm_90 and of sm_80"
+        )
 
-    return Operands({"a": a, "b": b, "c": c, "d": poison((n, 16, 8), np.float32)}, {"n": n}, (-(-n // 4), 1, 1), [], ("d",), expect)
+    return Operands(
+        {"a": a, "b": b, "c": c, "d": poison((n, 16, 8), np.float32)},
+        {"n": n},
+        (-(-n // 4), 1, 1),
+        [],
+        ("d",),
+        expect,
+    )
 
 
 def _warp_ops(name: str, case: Case, seed: int) -> Operands:
@@ -187,17 +271,32 @@ def _warp_ops(name: str, case: Case, seed: int) -> Operands:
         total = int(sum(int(v) for v in k) % 2**64)
         assert arrays["counts"].tolist() == [total, int(k.min()), int(k.max()), 0xFFFFFFFF | 4 * 496 << 32]
 
-    return Operands({"x": x, "k": k, "f": poison((11, 128), np.float32), "u": poison((16, 128), np.uint64), "counts": counts},
-                    {}, (1, 1, 1), [], ("f", "u", "counts"), expect)
+    return Operands(
+        {
+            "x": x,
+            "k": k,
+            "f": poison((11, 128), np.float32),
+            "u": poison((16, 128), np.uint64),
+            "counts": counts,
+        },
+        {},
+        (1, 1, 1),
+        [],
+        ("f", "u", "counts"),
+        expect,
+    )
 
 
 def _warp_floats(x: NDArray[np.float32]) -> NDArray[np.float32]:
     lanes = np.arange(32)
     rows = np.zeros((11, 4, 32), np.float32)
     for w in range(4):
-        v = x[32 * w:32 * w + 32]
+        v = x[32 * w : 32 * w + 32]
         rows[0, w], rows[1, w] = v[(lanes * 7 + 3) & 31], v[lanes ^ 5]
-        rows[2, w], rows[3, w] = v[np.where(lanes >= 3, lanes - 3, lanes)], v[np.where(lanes + 9 < 32, lanes + 9, lanes)]
+        rows[2, w], rows[3, w] = (
+            v[np.where(lanes >= 3, lanes - 3, lanes)],
+            v[np.where(lanes + 9 < 32, lanes + 9, lanes)],
+        )
         tree, largest, four = v.copy(), v.copy(), v.copy()
         for m in (16, 8, 4, 2, 1):
             tree, largest = tree + tree[lanes ^ m], np.maximum(largest, largest[lanes ^ m])
@@ -217,13 +316,18 @@ def _warp_words(x: NDArray[np.float32], k: NDArray[np.uint64]) -> NDArray[np.uin
     out = np.zeros((16, 128), np.uint64)
     for t in range(128):
         w, lane = t // 32, t % 32
-        warp = [int(v) for v in k[32 * w:32 * w + 32]]
+        warp = [int(v) for v in k[32 * w : 32 * w + 32]]
         mine = warp[lane]
         a, b = mine & mask, mine >> 32
         wide = b << 32 | a
-        rows: list[int] = [warp[31 - lane], warp[lane ^ 16], sum(warp) % 2**64, sum(v & mask for v in warp) & mask,
-                           sum((v & 1) << i for i, v in enumerate(warp)),
-                           int((x[32 * w:32 * w + 32] > 0.5).any()) | int((x[32 * w:32 * w + 32] > -2).all()) << 1]
+        rows: list[int] = [
+            warp[31 - lane],
+            warp[lane ^ 16],
+            sum(warp) % 2**64,
+            sum(v & mask for v in warp) & mask,
+            sum((v & 1) << i for i, v in enumerate(warp)),
+            int((x[32 * w : 32 * w + 32] > 0.5).any()) | int((x[32 * w : 32 * w + 32] > -2).all()) << 1,
+        ]
         g, p = lane >> 2, 2 * (lane & 3)
         for i in range(4):
             row = [[(32 * w + 8 * i + r) * 8 + q for q in range(8)] for r in range(8)]
@@ -248,7 +352,9 @@ def _turns(name: str, case: Case, seed: int) -> Operands:
     def expect(arrays: Arrays) -> None:
         _same(arrays["y"], np.roll(x, -turns, axis=1) + np.uint32(turns))
 
-    return Operands({"x": x, "y": poison((blocks, 256), np.uint32)}, {"turns": turns}, (blocks, 1, 1), [], ("y",), expect)
+    return Operands(
+        {"x": x, "y": poison((blocks, 256), np.uint32)}, {"turns": turns}, (blocks, 1, 1), [], ("y",), expect
+    )
 
 
 def _reversed_bits(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -260,11 +366,18 @@ def _reversed_bits(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 def _same(found: NDArray[Any], wanted: NDArray[Any]) -> None:
     off = np.argwhere(found != wanted)
-    assert not off.size, f"{len(off)} of {found.size} differ, first at {tuple(off[0])}: {found[tuple(off[0])]:#x}, not {wanted[tuple(off[0])]:#x}"
+    if off.size:
+        at = tuple(off[0])
+        raise AssertionError(
+            f"{len(off)} of {found.size} differ, first at {at}: {found[at]:#x}, not {wanted[at]:#x}"
+        )
 
 
 def _same_floats(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> None:
     """Bit for bit, all NaNs alike."""
     nan = np.isnan(wanted)
     assert (np.isnan(found) == nan).all(), "NaNs are not where they should be"
-    _same(np.where(nan, np.uint32(0), found.view(np.uint32)), np.where(nan, np.uint32(0), wanted.view(np.uint32)))
+    _same(
+        np.where(nan, np.uint32(0), found.view(np.uint32)),
+        np.where(nan, np.uint32(0), wanted.view(np.uint32)),
+    )

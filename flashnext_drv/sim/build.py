@@ -1,9 +1,9 @@
 """Builds the simulator: kernel sources and cuda_src/sim through a C++ compiler into a libcuda.so.1.
 
-Called by sim/load.py at first use and by tests.  One object per kernel source (with all the kernels declared from
-it), keyed by everything that goes into it, so a changed kernel costs its own compilation and a link.  The result lies
-in the user's cache folder under the digest of the whole, written by rename; a lock file keeps two processes from
-compiling the same thing at once.
+Called by sim/load.py at first use and by tests.  One object per kernel source (with all the kernels
+declared from it), keyed by everything that goes into it, so a changed kernel costs its own compilation and
+a link.  The result lies in the user's cache folder under the digest of the whole, written by rename; a lock
+file keeps two processes from compiling the same thing at once.
 What must stay true: the same sources, declarations, flags and compiler give the same path; nothing is written
 anywhere but in the cache folder.
 """
@@ -36,9 +36,23 @@ __all__ = ["Compiler", "build", "cache_root", "find_compiler", "unit_text"]
 
 _KINDS: Final = {PTR: "p", U32: "u", I32: "i", U64: "q", F32: "f"}
 _RIGHTS: Final = {"": "-", "r": "r", "w": "w", "rw": "b"}
-_FLAGS: Final = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing",
-                 "-fno-math-errno", "-pthread", "-DFN_SIM", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas",
-                 "-Wno-unused-function", "-Wno-unused-variable", "-Wno-unused-const-variable")
+_FLAGS: Final = (
+    "-O2",
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fno-math-errno",
+    "-pthread",
+    "-DFN_SIM",
+    "-Wall",
+    "-Wno-psabi",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+    "-Wno-unused-variable",
+    "-Wno-unused-const-variable",
+)
 _V3_FEATURES: Final = {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"}
 _INCLUDE: Final = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _WORDS_BYTES: Final = 600
@@ -46,7 +60,8 @@ _WORDS_BYTES: Final = 600
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler.  command: how to call it.  version: its first words.  target: flags for this machine's CPU."""
+    """A C++ compiler.  command: how to call it.  version: its first words.  target: flags for this
+    machine's CPU."""
 
     command: tuple[str, ...]
     version: str
@@ -59,7 +74,8 @@ class Compiler:
 
 @dataclass(frozen=True)
 class _Unit:
-    """One object to compile: its text, what it includes (as digest), and the family it counts for ("" = runtime)."""
+    """One object to compile: its text, what it includes (as digest), and the family it counts for ("" =
+    runtime)."""
 
     name: str
     text: str
@@ -91,17 +107,25 @@ def find_compiler() -> Compiler:
         version = _version((sys.executable, "-m", "ziglang", "version"))
         if version is not None:
             return Compiler(command, f"zig {version}", ("-mcpu=x86_64_v3",) if _has_v3() else ())
-    raise BuildError("the simulator cannot be built", because="no C++ compiler was found (g++, clang++, ziglang)",
-                     do="install g++ (apt install g++), or pip install 'flashnext_drv[sim]' for the ziglang wheel")
+    raise BuildError(
+        "the simulator cannot be built",
+        because="no C++ compiler was found (g++, clang++, ziglang)",
+        do="install g++ (apt install g++), or pip install 'flashnext_drv[sim]' for the ziglang wheel",
+    )
 
 
-def build(families: Sequence[str] | None = None, *, portable: bool = False, ucontext: bool = False,
-          partial: bool = False) -> Path:
+def build(
+    families: Sequence[str] | None = None,
+    *,
+    portable: bool = False,
+    ucontext: bool = False,
+    partial: bool = False,
+) -> Path:
     """Path of the library with the kernels of `families` (None: all), built now if the cache lacks it.
 
     portable: without CPU extensions.  ucontext: fibers by swapcontext (what machines other than x86-64 use).
-    partial: a family that does not compile is left out (its modules are refused with the compiler's words) instead of
-    failing the build; for work on kernels.  Raises BuildError with the compiler's first complaint.
+    partial: a family that does not compile is left out (its modules are refused with the compiler's words)
+    instead of failing the build; for work on kernels.  Raises BuildError with the compiler's first complaint.
     """
     compiler = find_compiler()
     flags = _FLAGS + (("-DFN_SIM_PORTABLE",) if portable else compiler.target)
@@ -109,14 +133,18 @@ def build(families: Sequence[str] | None = None, *, portable: bool = False, ucon
         flags += ("-DFN_SIM_UCONTEXT=1",)
     chosen = tuple(families) if families is not None else catalog.families()
     root = catalog.source_root()
-    runtime = [_unit(root, f"sim/{p.name}", p.read_text(encoding="utf-8"), "", p.parent, compiler, flags)
-               for p in sorted((root / "sim").glob("*.cpp"))]
+    runtime = [
+        _unit(root, f"sim/{p.name}", p.read_text(encoding="utf-8"), "", p.parent, compiler, flags)
+        for p in sorted((root / "sim").glob("*.cpp"))
+    ]
     kernels: list[_Unit] = []
     broken: dict[str, str] = {}
     for family in chosen:
         try:
-            kernels += [_unit(root, source, unit_text(family, specs), family, root, compiler, flags)
-                        for source, specs in _by_source(family)]
+            kernels += [
+                _unit(root, source, unit_text(family, specs), family, root, compiler, flags)
+                for source, specs in _by_source(family)
+            ]
         except Exception as error:  # a family's declarations may be half written, in any way
             if not partial:
                 raise
@@ -141,19 +169,32 @@ def build(families: Sequence[str] | None = None, *, portable: bool = False, ucon
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             out = Path(scratch) / "libcuda.so.1"
-            _run(compiler.command + ("-shared", "-pthread", "-Wl,-soname,libcuda.so.1", "-o", str(out),
-                                     *(str(objects[u.key]) for u in (*good, record))), "link")
+            _run(
+                compiler.command
+                + (
+                    "-shared",
+                    "-pthread",
+                    "-Wl,-soname,libcuda.so.1",
+                    "-o",
+                    str(out),
+                    *(str(objects[u.key]) for u in (*good, record)),
+                ),
+                "link",
+            )
             os.replace(out, library)
     return library
 
 
 def unit_text(family: str, specs: Sequence[KernelSpec]) -> str:
-    """The text that compiles all `specs` of one source: the source once per kernel under that kernel's macros."""
+    """The text that compiles all `specs` of one source: the source once per kernel under that kernel's
+    macros."""
     lines = [f'#define FN_SIM_FAMILY "{family}"', '#include "prelude.cuh"']
     for spec in specs:
-        macros = (*spec.macros(),
-                  ("FN_SIM_KINDS", '"' + "".join(_KINDS[a.kind] for a in spec.args) + '"'),
-                  ("FN_SIM_RIGHTS", '"' + "".join(_RIGHTS[a.rights] for a in spec.args) + '"'))
+        macros = (
+            *spec.macros(),
+            ("FN_SIM_KINDS", '"' + "".join(_KINDS[a.kind] for a in spec.args) + '"'),
+            ("FN_SIM_RIGHTS", '"' + "".join(_RIGHTS[a.rights] for a in spec.args) + '"'),
+        )
         lines += [f"#define {name} {value}" for name, value in macros]
         lines.append(f'#include "{spec.source}"')
         lines += [f"#undef {name}" for name, _ in macros]
@@ -167,7 +208,9 @@ def _by_source(family: str) -> list[tuple[str, list[KernelSpec]]]:
     return list(groups.items())
 
 
-def _unit(root: Path, name: str, text: str, family: str, folder: Path, compiler: Compiler, flags: Sequence[str]) -> _Unit:
+def _unit(
+    root: Path, name: str, text: str, family: str, folder: Path, compiler: Compiler, flags: Sequence[str]
+) -> _Unit:
     digest = hashlib.sha256("\0".join((compiler.key, *flags, text)).encode())
     for path, data in sorted(_included(root, folder, text).items()):
         digest.update(path.encode() + b"\0" + hashlib.sha256(data).digest())
@@ -191,8 +234,13 @@ def _included(root: Path, folder: Path, text: str) -> dict[str, bytes]:
     return found
 
 
-def _compile(units: Sequence[_Unit], compiler: Compiler, flags: Sequence[str], root: Path,
-             broken: dict[str, str] | None) -> dict[str, Path]:
+def _compile(
+    units: Sequence[_Unit],
+    compiler: Compiler,
+    flags: Sequence[str],
+    root: Path,
+    broken: dict[str, str] | None,
+) -> dict[str, Path]:
     """Objects of `units` by key; a failing unit is noted in `broken` when that is given, else raised."""
     store = cache_root() / "objects"
     store.mkdir(parents=True, exist_ok=True)
@@ -202,7 +250,16 @@ def _compile(units: Sequence[_Unit], compiler: Compiler, flags: Sequence[str], r
         with tempfile.TemporaryDirectory(dir=store) as scratch:
             source, out = Path(scratch) / "unit.cpp", Path(scratch) / "unit.o"
             source.write_text(unit.text, encoding="utf-8")
-            command = (*compiler.command, *flags, f"-I{root}", f"-I{root / 'sim'}", "-c", str(source), "-o", str(out))
+            command = (
+                *compiler.command,
+                *flags,
+                f"-I{root}",
+                f"-I{root / 'sim'}",
+                "-c",
+                str(source),
+                "-o",
+                str(out),
+            )
             try:
                 _run(command, unit.name)
             except BuildError as error:
@@ -221,21 +278,35 @@ def _run(command: Sequence[str], what: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = done.stderr.strip().splitlines()
-        first = next((line for line in said if "error" in line), said[0] if said else f"exit {done.returncode}")
-        raise BuildError(f"the simulator's {what} does not compile", because=first[:_WORDS_BYTES],
-                         do="see the compiler's output: " + " | ".join(said[:8])[:_WORDS_BYTES])
+        first = next(
+            (line for line in said if "error" in line), said[0] if said else f"exit {done.returncode}"
+        )
+        raise BuildError(
+            f"the simulator's {what} does not compile",
+            because=first[:_WORDS_BYTES],
+            do="see the compiler's output: " + " | ".join(said[:8])[:_WORDS_BYTES],
+        )
 
 
 def _table(chosen: Sequence[str], broken: dict[str, str]) -> str:
     """C++ text of the list that module.cpp compares images with."""
     rows = []
     for family in chosen:
-        words = broken.get(family, "").encode("ascii", "replace").decode().replace("\\", "\\\\").replace('"', '\\"')
+        words = (
+            broken.get(family, "")
+            .encode("ascii", "replace")
+            .decode()
+            .replace("\\", "\\\\")
+            .replace('"', '\\"')
+        )
         digest = "" if family in broken else catalog.image_digest(family)
         rows.append(f'    {{"{family}", "{digest}", "{" ".join(words.split())[:_WORDS_BYTES]}"}},')
-    return ("namespace fnsim {\nstruct Built { const char *family, *digest, *words; };\n"
-            "extern const Built built[];\nconst Built built[] = {\n" + "\n".join(rows)
-            + "\n    {nullptr, nullptr, nullptr},\n};\n}\n")
+    return (
+        "namespace fnsim {\nstruct Built { const char *family, *digest, *words; };\n"
+        "extern const Built built[];\nconst Built built[] = {\n"
+        + "\n".join(rows)
+        + "\n    {nullptr, nullptr, nullptr},\n};\n}\n"
+    )
 
 
 def _version(command: Sequence[str]) -> str | None:
@@ -255,7 +326,7 @@ def _has_v3() -> bool:
     except OSError:
         return False
     flags = re.search(r"^flags\s*:(.*)$", words, re.MULTILINE)
-    return flags is not None and _V3_FEATURES <= set(flags.group(1).split())
+    return flags is not None and set(flags.group(1).split()) >= _V3_FEATURES
 
 
 @contextmanager

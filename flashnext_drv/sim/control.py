@@ -1,7 +1,8 @@
 """Settings, counters and findings of the loaded simulator.
 
-Called by tests, check/ and the engine's fault sweeps.  What must stay true: nothing here works, or is needed, on a
-real driver; a setting that what is open contradicts (less memory than is in use, fewer devices) is refused.
+Called by tests, check/ and the engine's fault sweeps.  What must stay true: nothing here works, or is
+needed, on a real driver; a setting that what is open contradicts (less memory than is in use, fewer
+devices) is refused.
 """
 
 from __future__ import annotations
@@ -11,9 +12,24 @@ from typing import Final
 
 from ..errors import UsageError
 
-__all__ = ["SETTINGS", "attach", "attached", "call_counts", "counter", "finding_count", "has_kernel", "last_finding",
-           "set_check_rights", "set_devices", "set_generation", "set_memory_bytes", "set_seed", "set_sms", "set_value",
-           "set_workers"]
+__all__ = [
+    "SETTINGS",
+    "attach",
+    "attached",
+    "call_counts",
+    "counter",
+    "finding_count",
+    "has_kernel",
+    "last_finding",
+    "set_check_rights",
+    "set_devices",
+    "set_generation",
+    "set_memory_bytes",
+    "set_seed",
+    "set_sms",
+    "set_value",
+    "set_workers",
+]
 
 SETTINGS: Final = ("seed", "workers", "check_rights", "memory_bytes", "sms", "devices", "generation")
 _GENERATIONS: Final = {"sm_80": 80, "sm_90": 90}
@@ -28,7 +44,11 @@ def attach(library: ctypes.CDLL) -> None:
     library.fnsim_get.restype = ctypes.c_uint64
     library.fnsim_last_finding.restype = ctypes.c_char_p
     library.fnsim_finding_count.restype = ctypes.c_uint64
-    library.fnsim_calls.argtypes = [ctypes.c_uint64, ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(ctypes.c_uint64)]
+    library.fnsim_calls.argtypes = [
+        ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_char_p),
+        ctypes.POINTER(ctypes.c_uint64),
+    ]
     library.fnsim_has_kernel.argtypes = [ctypes.c_char_p]
     _library = library
 
@@ -39,16 +59,20 @@ def attached() -> bool:
 
 
 def set_value(name: str, value: int) -> None:
-    """One of SETTINGS.  Raises UsageError on an unknown name, a value out of range, or when what is open forbids it."""
+    """One of SETTINGS.  Raises UsageError on an unknown name, a value out of range, or when what is open
+    forbids it."""
     status = _need().fnsim_set(name.encode(), value)
     if status == 2:
         raise UsageError(f"simulator setting {name}={value} contradicts what is open", do="close that first")
     if status:
-        raise UsageError(f"simulator setting {name}={value} is not possible", do=f"names: {', '.join(SETTINGS)}")
+        raise UsageError(
+            f"simulator setting {name}={value} is not possible", do=f"names: {', '.join(SETTINGS)}"
+        )
 
 
 def set_seed(seed: int) -> None:
-    """Order of lanes, warps, blocks and streams: 0 natural, else shuffled; the same seed gives the same order."""
+    """Order of lanes, warps, blocks and streams: 0 natural, else shuffled; the same seed gives the same
+    order."""
     set_value("seed", seed)
 
 
@@ -94,7 +118,8 @@ def counter(name: str) -> int:
 
 def call_counts() -> dict[str, int]:
     """Calls of every driver entry point since loading, zeros left out."""
-    name, calls, counts = ctypes.c_char_p(), ctypes.c_uint64(), {}
+    counts: dict[str, int] = {}
+    name, calls = ctypes.c_char_p(), ctypes.c_uint64()
     library, i = _need(), 0
     while library.fnsim_calls(i, ctypes.byref(name), ctypes.byref(calls)):
         if name.value is not None and calls.value:
@@ -122,5 +147,7 @@ def has_kernel(name: str) -> bool:
 
 def _need() -> ctypes.CDLL:
     if _library is None:
-        raise UsageError("the simulator is not loaded in this process", do="call flashnext_drv.sim.load.load() first")
+        raise UsageError(
+            "the simulator is not loaded in this process", do="call flashnext_drv.sim.load.load() first"
+        )
     return _library

@@ -1,7 +1,8 @@
 """Loads the simulator into this process, before cuda.bindings looks for a driver.
 
-Called by drv/api.py (device "sim" or "auto") and by tests.  What must stay true: it is loaded at most once a process,
-with global symbols, and never beside a real libcuda, because the binding would use whichever came first.
+Called by drv/api.py (device "sim" or "auto") and by tests.  What must stay true: it is loaded at most once
+a process, with global symbols, and never beside a real libcuda, because the binding would use whichever
+came first.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ def load(settings: Mapping[str, int] | None = None, *, families: Sequence[str] |
     global _loaded
     if _loaded is None:
         if (found := _mapped_driver()) is not None:
-            raise UsageError("the simulator cannot be loaded", because=f"a real driver is in this process: {found}",
-                             do="use device cuda, or start the simulator in its own process")
+            raise UsageError(
+                "the simulator cannot be loaded",
+                because=f"a real driver is in this process: {found}",
+                do="use device cuda, or start the simulator in its own process",
+            )
         path = build.build(families, partial=True)
         _loaded = (path, ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL))
         control.attach(_loaded[1])

@@ -1,4 +1,5 @@
-"""`sim`: the simulator through the bare binding, for tests of the driver calls themselves (no Python layer of ours)."""
+"""`sim`: the simulator through the bare binding, for tests of the driver calls themselves (no Python layer
+of ours)."""
 
 from __future__ import annotations
 
@@ -67,10 +68,24 @@ class SimulatorBench:
         self._keep += [words, table]
         return int(table.ctypes.data)
 
-    def launch(self, kernel: str, grid: int = 1, *, stream: Any = None, block: int | None = None, **args: int) -> tuple[int, Any]:
+    def launch(
+        self, kernel: str, grid: int = 1, *, stream: Any = None, block: int | None = None, **args: int
+    ) -> tuple[int, Any]:
         spec = catalog.spec(kernel)
-        return self.call("cuLaunchKernel", self.function(kernel), grid, 1, 1, block or spec.block, 1, 1, 0,
-                         self.stream if stream is None else stream, self.params(kernel, **args), 0)
+        return self.call(
+            "cuLaunchKernel",
+            self.function(kernel),
+            grid,
+            1,
+            1,
+            block or spec.block,
+            1,
+            1,
+            0,
+            self.stream if stream is None else stream,
+            self.params(kernel, **args),
+            0,
+        )
 
     def device(self, n_bytes: int) -> int:
         return int(self.ok("cuMemAlloc", n_bytes))
@@ -91,7 +106,8 @@ class SimulatorBench:
 
 @pytest.fixture
 def sim(device_name: str) -> Iterator[SimulatorBench]:
-    """A fresh context of the simulator; settings changed by a test are put back.  Skipped on a real device."""
+    """A fresh context of the simulator; settings changed by a test are put back.  Skipped on a real
+    device."""
     if device_name != "sim":
         pytest.skip("tests of the simulator itself")
     from cuda.bindings import driver

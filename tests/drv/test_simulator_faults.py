@@ -25,7 +25,9 @@ pytestmark = pytest.mark.sim
         (10, 719, "integer division by zero"),
     ],
 )
-def test_broken_rule_is_a_launch_failure_with_kernel_block_and_thread(sim: Any, mode: int, code: int, words: str, seed: int) -> None:
+def test_broken_rule_is_a_launch_failure_with_kernel_block_and_thread(
+    sim: Any, mode: int, code: int, words: str, seed: int
+) -> None:
     control.set_seed(seed)
     x, y = sim.upload(np.zeros(128, np.uint32)), sim.device(512)
     sim.launch("fault", x=x, y=y, mode=mode, index=3)
@@ -44,7 +46,20 @@ def test_another_context_goes_on_after_a_failure(sim: Any) -> None:
     stream = sim.ok("cuStreamCreate", 1)
     function = sim.ok("cuModuleGetFunction", sim.ok("cuModuleLoadData", sim.image()), b"fault")
     x, y = sim.upload(np.arange(128, dtype=np.uint32)), sim.device(512)
-    sim.ok("cuLaunchKernel", function, 1, 1, 1, 128, 1, 1, 0, stream, sim.params("fault", x=x, y=y, mode=0, index=0), 0)
+    sim.ok(
+        "cuLaunchKernel",
+        function,
+        1,
+        1,
+        1,
+        128,
+        1,
+        1,
+        0,
+        stream,
+        sim.params("fault", x=x, y=y, mode=0, index=0),
+        0,
+    )
     sim.ok("cuStreamSynchronize", stream)
     assert sim.download(y, 128).tolist() == list(range(128))
     sim.ok("cuCtxDestroy", other)
@@ -90,7 +105,11 @@ def missing_wait(sim: Any, wait: bool) -> list[int]:
     """Producer on one stream, consumer on another, the host waits for the consumer alone."""
     one, two = sim.ok("cuStreamCreate", 1), sim.ok("cuStreamCreate", 1)
     event = sim.ok("cuEventCreate", 2)
-    x, y, z = sim.upload(np.arange(128, dtype=np.uint32)), sim.upload(np.zeros(128, np.uint32)), sim.device(512)
+    x, y, z = (
+        sim.upload(np.arange(128, dtype=np.uint32)),
+        sim.upload(np.zeros(128, np.uint32)),
+        sim.device(512),
+    )
     sim.launch("fault", x=x, y=y, mode=0, index=0, stream=one)
     sim.ok("cuEventRecord", event, one)
     if wait:

@@ -89,7 +89,20 @@ def test_guard_is_checked_when_the_context_goes(sim: Any) -> None:
     module = sim.ok("cuModuleLoadData", sim.image())
     function = sim.ok("cuModuleGetFunction", module, b"fault")
     x, y = sim.device(512), sim.device(512)
-    sim.ok("cuLaunchKernel", function, 1, 1, 1, 128, 1, 1, 0, stream, sim.params("fault", x=x, y=y, mode=9, index=128), 0)
+    sim.ok(
+        "cuLaunchKernel",
+        function,
+        1,
+        1,
+        1,
+        128,
+        1,
+        1,
+        0,
+        stream,
+        sim.params("fault", x=x, y=y, mode=9, index=128),
+        0,
+    )
     sim.ok("cuStreamSynchronize", stream)
     assert "guard" in sim.refused(700, "cuCtxDestroy", other)
 
@@ -99,7 +112,10 @@ def test_kernel_far_outside_is_an_illegal_address_and_the_context_is_lost(sim: A
     sim.launch("fault", x=x, y=y, mode=7, index=0)
     assert sim.sync() == 700
     text = control.last_finding()
-    assert text.startswith("kernel fault block (0,0,0) thread 64: illegal address") and "in no allocation" in text
+    assert (
+        text.startswith("kernel fault block (0,0,0) thread 64: illegal address")
+        and "in no allocation" in text
+    )
     assert sim.call("cuMemAlloc", 16)[0] == 700
     assert sim.call("cuStreamSynchronize", sim.stream)[0] == 700
     assert sim.call("cuMemFree", x)[0] == 700
