@@ -1,0 +1,227 @@
+"""Dimensions read from config.json, and models refused by field and value."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashnext_drv.errors import CheckpointError
+from flashnext_drv.model.config import GDN, QSA, ModelConfig
+
+pytestmark = pytest.mark.host
+DATA = Path(__file__).parents[1] / "data"
+MICRO = DATA / "exl3_micro" / "pack"
+
+REAL_TEXT = {
+    "hidden_size": 2560,
+    "num_hidden_layers": 48,
+    "vocab_size": 248320,
+    "hc_count": 4,
+    "hc_lowrank": 320,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 640,
+    "shared_expert_intermediate_size": 640,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "output_gate_type": "sigmoid",
+    "ple_layer_ids": [2],
+    "full_attention_interval": 4,
+    "eos_token_id": 248044,
+    "max_position_embeddings": 262144,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "rope_parameters": {"rope_theta": 1e7},
+    "indexer_n_heads": 4,
+    "indexer_head_dim": 128,
+    "indexer_compress_ratio": 4,
+    "indexer_budget": 2048,
+    "ple_embed_dim": 2560,
+    "ple_conv_kernel_size": 4,
+    "ngram_size": 3,
+    "heads_per_ngram": 8,
+    "ngram_vocab_size_base": 20000000,
+    "mtp": {"layer_types": ["full_attention"], "num_hidden_layers": 1},
+}
+
+
+def real() -> dict[str, Any]:
+    return {"model_type": "qwen4_exp", "text_config": copy.deepcopy(REAL_TEXT)}
+
+
+def changed(**fields: object) -> dict[str, Any]:
+    raw = real()
+    raw["text_config"].update(fields)
+    return raw
+
+
+def test_micro_dimensions() -> None:
+    config = ModelConfig.load(MICRO)
+    assert (config.hidden, config.n_layers, config.vocab, config.low_rank) == (128, 4, 512, 32)
+    assert config.layer_kinds == (GDN, GDN, GDN, QSA)
+    assert config.kind(4) == QSA and config.names.layer(4) == "mtp.layers.0"
+    assert config.names.layer(2) == "model.language_model.layers.2"
+    assert (config.gdn_channels, config.query_width, config.kv_width, config.index_width) == (
+        640,
+        1024,
+        512,
+        640,
+    )
+    assert (config.rope_dim, config.index_blocks, config.ngram_row_dim, config.ple_layers) == (
+        64,
+        8,
+        160,
+        (1,),
+    )
+
+
+def test_real_dimensions_and_defaults() -> None:
+    config = ModelConfig.from_json(real())
+    assert [i for i, kind in enumerate(config.layer_kinds) if kind == QSA] == list(range(3, 48, 4))
+    assert (config.seed, config.norm_topk, config.n_mtp_layers, config.eps) == (1234, True, 1, 1e-6)
+    assert (config.ngram_align, config.ngram_parts, config.index_kv_heads) == (128, 128, 1)
+    assert config.gdn_channels == 10240 and config.index_blocks == 512
+
+
+def test_real_ngram_constants_are_the_published_ones() -> None:
+    made = ModelConfig.from_json(real()).ngram()
+    ends = (3, 23, 33, 47, 59, 63, 69, 77, 81, 93, 107, 147, 153, 159, 161, 171)
+    assert made.multipliers == (23703573157769, 20109073645365, 8052911324071)
+    assert made.sizes == tuple(20_000_000 + n for n in ends)
+    assert made.offsets[-1] + made.sizes[-1] == 320_001_446 and made.rows == 320_001_536
+
+
+def test_flat_and_nested_configs_are_equal() -> None:
+    flat = real()["text_config"] | {"model_type": "qwen4_exp_text"}
+    assert ModelConfig.from_json(flat) == ModelConfig.from_json(real())
+
+
+def test_first_eos_of_a_list_counts() -> None:
+    assert ModelConfig.from_json(changed(eos_token_id=[5, 6])).eos_id == 5
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("head_dim", 64),
+        ("linear_conv_kernel_dim", 3),
+        ("ple_conv_kernel_size", 5),
+        ("ngram_size", 2),
+        ("hc_count", 2),
+        ("indexer_head_dim", 64),
+        ("indexer_n_heads", 8),
+        ("indexer_compress_ratio", 8),
+        ("indexer_kv_heads", 2),
+        ("hidden_size", 2624),
+        ("vocab_size", 248310),
+        ("moe_intermediate_size", 704),
+        ("shared_expert_intermediate_size", 96),
+        ("num_experts_per_tok", 17),
+        ("hc_lowrank", 40),
+        ("hidden_act", "gelu"),
+        ("output_gate_type", "tanh"),
+        ("norm_topk_prob", False),
+        ("attention_bias", True),
+    ],
+)
+def test_unsupported_field_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match="do not support") as caught:
+        ModelConfig.from_json(changed(**{field: value}), source="X/config.json")
+    assert (
+        caught.value.field == field and caught.value.value == value and caught.value.file == "X/config.json"
+    )
+    assert "use a Flash-Next checkpoint" in str(caught.value)
+
+
+def test_unsupported_deltanet_head_is_refused() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_json(changed(linear_key_head_dim=64, linear_value_head_dim=64))
+    assert (caught.value.field, caught.value.value) == ("linear_key_head_dim", 64)
+
+
+def test_too_many_query_heads_a_kv_head_are_refused() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_json(changed(num_attention_heads=34))
+    assert caught.value.field == "heads a kv head" and caught.value.value == 17
+
+
+@pytest.mark.parametrize("layers", [[], [2, 3]])
+def test_other_numbers_of_ple_layers_are_refused(layers: list[int]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_json(changed(ple_layer_ids=layers))
+    assert caught.value.field == "PLE layers" and caught.value.value == len(layers)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_size", "2560"),
+        ("hidden_size", True),
+        ("hidden_size", 0),
+        ("hidden_size", 2560.0),
+        ("num_experts_per_tok", 600),
+        ("num_attention_heads", 23),
+        ("linear_num_value_heads", 20),
+        ("indexer_budget", 2047),
+        ("eos_token_id", 248320),
+        ("eos_token_id", None),
+        ("layer_types", ["full_attention"]),
+        ("ple_layer_ids", [0]),
+        ("ple_layer_ids", [49]),
+        ("rms_norm_eps", -1.0),
+        ("ple_embed_dim", 2559),
+    ],
+)
+def test_senseless_field_is_refused_even_without_strict(field: str, value: object) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_json(changed(**{field: value}), strict=False)
+    assert caught.value.field == field
+
+
+def test_unknown_layer_type_is_refused() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_json(changed(layer_types=["mamba"] * 48))
+    assert (caught.value.field, caught.value.value) == ("layer_types", "'mamba'")
+
+
+def test_missing_field_is_named() -> None:
+    raw = real()
+    del raw["text_config"]["hc_count"]
+    with pytest.raises(CheckpointError, match="lacks a field") as caught:
+        ModelConfig.from_json(raw)
+    assert caught.value.field == "hc_count"
+
+
+def test_another_model_type_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="not a Flash-Next checkpoint") as caught:
+        ModelConfig.from_json({"model_type": "llama", "hidden_size": 4096})
+    assert caught.value.value == "'llama'"
+
+
+def test_strict_is_what_refuses_small_heads() -> None:
+    small = changed(head_dim=128)
+    assert ModelConfig.from_json(small, strict=False).rope_dim == 32
+    with pytest.raises(CheckpointError):
+        ModelConfig.from_json(small)
+
+
+def test_config_that_is_not_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not JSON") as caught:
+        ModelConfig.load(tmp_path)
+    assert caught.value.file == str(tmp_path / "config.json")
+
+
+def test_config_that_is_no_object(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps([1, 2]))
+    with pytest.raises(CheckpointError, match="holds no object"):
+        ModelConfig.load(tmp_path)
