@@ -72,22 +72,47 @@ struct Row {
     u32 vocab;
     float temperature;
 
-    FN_DEVICE u64 key(float logit, u32 id) const {
-        if (logit != logit) return (u64)0xffffffffu << kIdBits;
-        return make_key(temperature == 0.f || temperature == 1.f ? logit : fn_div(logit, temperature), id);
+    FN_DEVICE float scaled(float logit) const {
+        return temperature == 0.f || temperature == 1.f ? logit : fn_div(logit, temperature);
     }
-    FN_DEVICE float4 quad(u32 i) const { return fn_ldg(reinterpret_cast<const float4*>(logits) + i); }
+    FN_DEVICE u64 key(float logit, u32 id) const {
+        return logit == logit ? make_key(scaled(logit), id) : (u64)0xffffffffu << kIdBits;
+    }
 
-    template <class F> FN_DEVICE void each(F visit) const {
+    // visit(logit, id) of this thread's tokens, ids rising.  Batch: 16-byte loads in flight.
+    template <u32 Batch, class F> FN_DEVICE void each_logit(F visit) const {
+        const float4* quads = reinterpret_cast<const float4*>(logits);
         u32 n_quads = vocab & 3u ? 0 : vocab >> 2;  // an odd length leaves rows unaligned
-        for (u32 i = threadIdx.x; i < n_quads; i += FN_THREADS) {
-            float4 v = quad(i);
-            visit(key(v.x, 4 * i));
-            visit(key(v.y, 4 * i + 1));
-            visit(key(v.z, 4 * i + 2));
-            visit(key(v.w, 4 * i + 3));
+        for (u32 i = threadIdx.x; i < n_quads; i += Batch * FN_THREADS) {
+            float4 v[Batch];
+#pragma unroll
+            for (u32 b = 0; b < Batch; ++b)
+                if (i + b * FN_THREADS < n_quads) v[b] = fn_ldg(quads + i + b * FN_THREADS);
+#pragma unroll
+            for (u32 b = 0; b < Batch; ++b) {
+                u32 id = 4 * (i + b * FN_THREADS);
+                if (id >= vocab) break;
+                visit(v[b].x, id), visit(v[b].y, id + 1), visit(v[b].z, id + 2), visit(v[b].w, id + 3);
+            }
         }
-        for (u32 i = 4 * n_quads + threadIdx.x; i < vocab; i += FN_THREADS) visit(key(fn_ldg(logits + i), i));
+        for (u32 i = 4 * n_quads + threadIdx.x; i < vocab; i += FN_THREADS) visit(fn_ldg(logits + i), i);
+    }
+    template <class F> FN_DEVICE void each(F visit) const {
+        each_logit<1>([&](float logit, u32 id) { visit(key(logit, id)); });
+    }
+
+    // The largest key of this thread's tokens, 0 when it has none.
+    FN_DEVICE u64 largest() const {
+        float best = 0.f;
+        u32 best_id = vocab;
+        bool nan = false;
+        each_logit<4>([&](float logit, u32 id) {
+            float z = scaled(logit);
+            nan |= logit != logit;
+            if (z > best || best_id == vocab) best = z, best_id = id;
+        });
+        if (nan) return (u64)0xffffffffu << kIdBits;
+        return best_id == vocab ? 0 : make_key(best, best_id);
     }
 };
 
@@ -195,7 +220,8 @@ FN_DEVICE bool make_list(DrawShared& s, const Row& row, u64 floor, bool want_tot
     if (threadIdx.x == 0) s.n_list = 0;
     __syncthreads();
     u64 sum = 0;
-    row.each([&](u64 key) {
+    row.each_logit<4>([&](float logit, u32 id) {
+        u64 key = row.key(logit, id);
         if (want_total) sum += weight(key_value(key), z_max);
         if (key < floor) return;
         u32 at = fn_atomic_add_u32(&s.n_list, 1);
@@ -245,9 +271,7 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const f
     if (r >= round->n_rows || !(rows[r].emit & 2u)) return;
     FnSlot slot = slots[rows[r].slot];
     Row row = {logits + (u64)r * vocab, vocab, slot.temperature};
-    u64 mine = 0;
-    row.each([&](u64 key) { mine = key > mine ? key : mine; });
-    u64 best = block_max(s, mine), total = 0;
+    u64 mine = row.largest(), best = block_max(s, mine), total = 0;
     u32 token = key_id(best);
     bool nan = is_nan_key(best);
     if (!nan && slot.temperature != 0.f) {
