@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed
     )
     limits = Limits(
-        context_tokens=args.context or len(ids) + args.max_new,
+        context_tokens=len(ids) + args.max_new if args.context is None else args.context,
         rows=args.prompt_rows,
         prompt_rows=args.prompt_rows,
         graph=args.graph,
