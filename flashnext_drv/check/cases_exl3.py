@@ -1,14 +1,14 @@
 """Contract cases of the exl3 family: operands, bit oracles and FP64 bounds of the linear kernels.
 
-Called by check/contract.py; weights, dots and the comparison of a dot are shared with cases_moe_gemv.py.  What must
-stay true: weights are decoded by ref/exl3.py alone; a dot is compared in bytes with the mma chain of a known GPU
-generation and, from the same f16 operand, with FP64.
+Called by check/contract.py; weights, dots and the comparison of a dot are shared with cases_moe_gemv.py.
+What must stay true: weights are decoded by ref/exl3.py alone; a dot is compared in bytes with the mma chain
+of a known GPU generation and, from the same f16 operand, with FP64.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,19 @@ from ..kernels.tables import FORMAT_BF16, FORMAT_F16, LINEAR, exl3_format
 from ..ref.exl3 import decode_linear
 from ..ref.orders import GENERATIONS, canonical, hadamard128, mma_chain, tree
 from .contract import Operands, bits, poison
-from .operands import (F32_ULP, field_at, near, rotate64, round_table, same_bits, signed, untouched, within_f16)
+from .operands import F32_ULP, field_at, near, rotate64, round_table, same_bits, signed, untouched, within_f16
 
-__all__ = ["Dot", "Weights", "build", "check_unit", "make_weights", "operand_rows", "parse_linear", "unit_ranges"]
+__all__ = [
+    "Dot",
+    "Weights",
+    "build",
+    "check_unit",
+    "make_weights",
+    "operand_rows",
+    "parse_linear",
+    "unit_chain",
+    "unit_ranges",
+]
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -55,8 +65,8 @@ class Dot:
 
 @dataclass(frozen=True)
 class Weights:
-    """data: as on the device (trellis int16, or 16-bit elements in fragment order).  value: (N, K) as the mma meets
-    them: f16, or uint16 bits of bf16."""
+    """data: as on the device (trellis int16, or 16-bit elements in fragment order).  value: (N, K) as the mma
+    meets them: f16, or uint16 bits of bf16."""
 
     data: NDArray[Any]
     value: NDArray[Any]
@@ -70,7 +80,7 @@ class Weights:
 
 
 def parse_linear(text: str) -> Dot:
-    """"mul1_2.5 512x128/2+bias" and the like (kernels/exl3.py says how)."""
+    """ "mul1_2.5 512x128/2+bias" and the like (kernels/exl3.py says how)."""
     form, shape = text.split()
     bias = shape.endswith("+bias")
     shape, _, leaves = shape.removesuffix("+bias").partition("/")
@@ -82,7 +92,7 @@ def parse_linear(text: str) -> Dot:
 
 
 def make_weights(seed: int, name: str, dot: Dot, data: str = "") -> Weights:
-    """Random words for EXL3 (any are valid); f16 and bf16 in [-1, 1), or small integers where `data` asks for them."""
+    """Random words for EXL3 (any are valid); f16 and bf16 in [-1, 1), or small integers if `data` says so."""
     if dot.dtype == "exl3":
         words = bits(seed, name, (dot.k // 16, dot.n // 16, int(8 * dot.bits))).astype("<u4").view("<i2")
         return Weights(words, np.ascontiguousarray(decode_linear(words, dot.codebook).T))
@@ -98,14 +108,16 @@ def make_weights(seed: int, name: str, dot: Dot, data: str = "") -> Weights:
 
 
 def operand_rows(seed: int, name: str, rows: int, k: int, data: str = "") -> NDArray[np.float16]:
-    """(rows, K) f16: random in [-2, 2); one-hot (row i: element 5 i + 3 mod K); small integers; or random with an
-    infinity in row 0 and a NaN in row 1."""
+    """(rows, K) f16 by `data`: random in [-2, 2); "onehot" (row i: 37 i + 3 mod K); "integers";
+    "nonfinite": random with an infinity in row 0 and a NaN in row 1."""
     if data == "onehot":
         x = np.zeros((rows, k), np.float16)
         x[np.arange(rows), (37 * np.arange(rows) + 3) % k] = 1
         return x
     if data == "integers":
-        return ((bits(seed, name, (rows, k)) % np.uint32(9)).astype(np.float32) - np.float32(4)).astype(np.float16)
+        return ((bits(seed, name, (rows, k)) % np.uint32(9)).astype(np.float32) - np.float32(4)).astype(
+            np.float16
+        )
     x = signed(seed, name, (rows, k), 2.0).astype(np.float16)
     if data == "nonfinite":
         x[0, 7 % k] = np.inf
@@ -121,27 +133,33 @@ def unit_ranges(k: int, units: int) -> list[slice]:
 def check_unit(name: str, got: NDArray[Any], x: NDArray[np.float16], w: Weights, unit: slice) -> None:
     """Partial sums `got` (rows, N) fp32 of operand x (rows, K) and w over inputs `unit`.
 
-    Bytes: the mma chain of one of the known generations.  FP64: a k16 step aligns 17 terms to the largest, of magnitude
-    at most M, and cuts each at 2^-25 of its power of two (sm_80: twice, 9 terms at 2^-24), then cuts the sum of
-    magnitude A toward zero to fp32: 2^-23 (9 M + 2 A) covers both; bf16 has two such steps.
+    Bytes: the mma chain of one of the known generations.  FP64: a k16 step aligns 17 terms to the largest, of
+    magnitude at most M, and cuts each at 2^-25 of its power of two (sm_80: twice, 9 terms, 2^-24), then cuts
+    the sum of magnitude A toward zero to fp32: 2^-23 (9 M + 2 A) covers both; bf16 has two such steps.
     """
     part_w = Weights(w.data, w.value[:, unit], w.bf16)
     part_x = np.ascontiguousarray(x[:, unit])
-    chains = [_chain(part_x, part_w, generation) for generation in GENERATIONS]
+    chains = [unit_chain(part_x, part_w, generation) for generation in GENERATIONS]
     if not any((canonical(got).view(np.uint32) == chain.view(np.uint32)).all() for chain in chains):
         same_bits(f"{name} (mma chain)", canonical(got), chains[0])
     x64, w64 = part_x.astype(np.float64), part_w.exact()
     exact, bound = np.zeros(got.shape), np.zeros(got.shape)
     with np.errstate(invalid="ignore"):
         for k in range(0, x64.shape[1], 16):
-            terms = x64[:, None, k:k + 16] * w64[None, :, k:k + 16]
+            terms = x64[:, None, k : k + 16] * w64[None, :, k : k + 16]
             largest = np.maximum(np.abs(terms).max(axis=-1), np.abs(exact))
             exact = exact + terms.sum(axis=-1)
-            bound += 2.0**-23 * 1.01 * (9 * largest + 2 * np.maximum(np.abs(exact), largest)) * (2 if w.bf16 else 1)
+            bound += (
+                2.0**-23
+                * 1.01
+                * (9 * largest + 2 * np.maximum(np.abs(exact), largest))
+                * (2 if w.bf16 else 1)
+            )
     near(f"{name} (FP64)", got, exact, np.nan_to_num(bound, nan=0.0, posinf=0.0))
 
 
-def _chain(x: NDArray[np.float16], w: Weights, generation: str) -> NDArray[np.float32]:
+def unit_chain(x: NDArray[np.float16], w: Weights, generation: str) -> NDArray[np.float32]:
+    """(rows, N) fp32: the mma chain of all of x (rows, K) and w on one generation."""
     if not w.bf16:
         return mma_chain(x, w.value, generation)
     high, low = _bf16_split(x)
@@ -157,7 +175,9 @@ def _bf16_split(x: NDArray[np.float16]) -> tuple[NDArray[np.uint16], NDArray[np.
     """x = hi + lo exactly, hi = bf16(x) to nearest even; lo is 0 where hi is not finite."""
     full = x.astype(np.float32)
     raw = full.view(np.uint32)
-    high = ((raw + np.uint32(0x7FFF) + (raw >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    high = ((raw + np.uint32(0x7FFF) + (raw >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(
+        np.uint16
+    )
     high[np.isnan(full)] = 0x7FFF
     value = (high.astype(np.uint32) << np.uint32(16)).view(np.float32)
     with np.errstate(invalid="ignore"):
@@ -165,13 +185,17 @@ def _bf16_split(x: NDArray[np.float16]) -> tuple[NDArray[np.uint16], NDArray[np.
     return high, (rest.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
-# ---- cases -----------------------------------------------------------------------------------------------------
+# ---- cases -------------------------------------------------------------------------------------------------
 
 
 def build(name: str, case: Case, seed: int) -> Operands:
-    """Operands of one case of a kernel of the exl3 family.  Raises KeyError for a kernel of another family."""
-    return {"linear_input": _input, "linear_gemv_n8": _gemv, "linear_gemv_n16": _gemv,
-            "linear_finish": _finish}[name](case, seed)
+    """Operands of one case of a kernel of the exl3 family.  Raises KeyError for another kernel."""
+    return {
+        "linear_input": _input,
+        "linear_gemv_n8": _gemv,
+        "linear_gemv_n16": _gemv,
+        "linear_finish": _finish,
+    }[name](case, seed)
 
 
 class _Launch:
@@ -204,8 +228,13 @@ class _Launch:
         self.point(j, f"{name}{j}", values, *path)
         return values
 
-    def finished(self, grid: tuple[int, int, int], outputs: list[str], expect: Any,
-                 scalars: dict[str, int | float] | None = None) -> Operands:
+    def finished(
+        self,
+        grid: tuple[int, int, int],
+        outputs: list[str],
+        expect: Any,
+        scalars: dict[str, int | float] | None = None,
+    ) -> Operands:
         self.arrays["linears"] = self.table
         return Operands(self.arrays, scalars or {}, grid, self.relocations, tuple(outputs), expect)
 
@@ -220,7 +249,11 @@ def _input(case: Case, seed: int) -> Operands:
     if launch.data == "nonfinite":
         x[0, 5], x[1, 130], x[2, 9] = np.inf, np.nan, 3e38
     launch.arrays["x"] = x
-    suh = {j: launch.vector(j, "suh", dot.k, "w", "suh") for j, dot in enumerate(launch.dots) if dot.dtype == "exl3"}
+    suh = {
+        j: launch.vector(j, "suh", dot.k, "w", "suh")
+        for j, dot in enumerate(launch.dots)
+        if dot.dtype == "exl3"
+    }
     for j in range(len(launch.dots)):
         launch.point(j, f"x{j}", poison((cap, int(launch.table[j]["x_stride"])), np.float16), "x")
 
@@ -228,21 +261,25 @@ def _input(case: Case, seed: int) -> Operands:
         for j, dot in enumerate(launch.dots):
             got, name = arrays[f"x{j}"], f"linear {j}: operand"
             untouched(name, got[rows:])
-            untouched(name, got[:, dot.k:])
-            values = x[:rows, :dot.k]
+            untouched(name, got[:, dot.k :])
+            values = x[:rows, : dot.k]
             with np.errstate(over="ignore", invalid="ignore"):
                 if j in suh:
                     product = values * suh[j].astype(np.float32)
                     want = hadamard128(product.reshape(rows, -1, 128)).reshape(rows, dot.k).astype(np.float16)
                     full = rotate64(values.astype(np.float64) * suh[j].astype(np.float64))
-                    size = np.abs(values.astype(np.float64) * suh[j].astype(np.float64)).reshape(rows, -1, 128).sum(axis=-1)
+                    size = (
+                        np.abs(values.astype(np.float64) * suh[j].astype(np.float64))
+                        .reshape(rows, -1, 128)
+                        .sum(axis=-1)
+                    )
                     before = np.repeat(size / np.sqrt(128.0) * 9 * F32_ULP, 128, axis=-1)
                 else:
                     want, full = values.astype(np.float16), values.astype(np.float64)
                     before = np.zeros(full.shape)
-            same_bits(name, got[:rows, :dot.k], fragment_order_rows(want))
+            same_bits(name, got[:rows, : dot.k], fragment_order_rows(want))
             if launch.data != "nonfinite":
-                within_f16(name, got[:rows, :dot.k], fragment_order_rows(full), fragment_order_rows(before))
+                within_f16(name, got[:rows, : dot.k], fragment_order_rows(full), fragment_order_rows(before))
 
     grid = (-(-k_max // 512), len(launch.dots), cap)
     return launch.finished(grid, [f"x{j}" for j in range(len(launch.dots))], expect, {"x_stride": stride})
@@ -258,7 +295,7 @@ def _gemv(case: Case, seed: int) -> Operands:
         x = operand_rows(seed, f"x{j}", max(rows, 1), dot.k, launch.data)[:rows]
         operands.append(x)
         buffer = poison((cap, int(launch.table[j]["x_stride"])), np.float16)
-        buffer[:rows, :dot.k] = fragment_order_rows(x)
+        buffer[:rows, : dot.k] = fragment_order_rows(x)
         launch.point(j, f"x{j}", buffer, "x")
         launch.point(j, f"part{j}", poison((dot.units, cap, dot.n), np.float32), "part")
 
@@ -272,13 +309,21 @@ def _gemv(case: Case, seed: int) -> Operands:
                 check_unit(f"linear {j} unit {u}", part[u, :rows], operands[j], weights[j], unit)
             if launch.data == "onehot":
                 at = np.argmax(operands[j] != 0, axis=1)
-                same_bits(f"linear {j}: W_q", part.sum(axis=0)[:rows].astype(np.float16), weights[j].value[:, at].T.copy())
+                same_bits(
+                    f"linear {j}: W_q",
+                    part.sum(axis=0)[:rows].astype(np.float16),
+                    weights[j].value[:, at].T.copy(),
+                )
             elif launch.data == "integers":
                 exact = operands[j].astype(np.float64) @ weights[j].exact().T
                 same_bits(f"linear {j}: integers", part[:, :rows].astype(np.float64).sum(axis=0), exact)
 
-    return launch.finished((-(-launch.n_warps // 4), 1, 1), [f"part{j}" for j in range(len(launch.dots))], expect,
-                           {"n_linears": len(launch.dots)})
+    return launch.finished(
+        (-(-launch.n_warps // 4), 1, 1),
+        [f"part{j}" for j in range(len(launch.dots))],
+        expect,
+        {"n_linears": len(launch.dots)},
+    )
 
 
 def _finish(case: Case, seed: int) -> Operands:
@@ -312,10 +357,19 @@ def _finish(case: Case, seed: int) -> Operands:
                 size = np.abs(part.astype(np.float64)).sum(axis=0) * (dot.units + 1) * F32_ULP
                 if j in svh:
                     scale = svh[j].astype(np.float64)
-                    want = hadamard128(want.reshape(rows, -1, 128)).reshape(rows, dot.n) * svh[j].astype(np.float32)
+                    want = hadamard128(want.reshape(rows, -1, 128)).reshape(rows, dot.n) * svh[j].astype(
+                        np.float32
+                    )
                     full = rotate64(full) * scale
-                    magnitude = np.abs(part.astype(np.float64)).sum(axis=0).reshape(rows, -1, 128).sum(axis=-1)
-                    size = np.repeat(magnitude / np.sqrt(128.0), 128, axis=-1) * (dot.units + 9) * F32_ULP * np.abs(scale)
+                    magnitude = (
+                        np.abs(part.astype(np.float64)).sum(axis=0).reshape(rows, -1, 128).sum(axis=-1)
+                    )
+                    size = (
+                        np.repeat(magnitude / np.sqrt(128.0), 128, axis=-1)
+                        * (dot.units + 9)
+                        * F32_ULP
+                        * np.abs(scale)
+                    )
                 if j in bias:
                     want = want + bias[j].astype(np.float32)
                     full = full + bias[j].astype(np.float64)

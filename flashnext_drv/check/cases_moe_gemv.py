@@ -1,4 +1,4 @@
-"""Contract cases of the moe_gemv family: routes to lines of different widths and formats, compared dot by dot.
+"""Contract cases of the moe_gemv family: routes to lines of any width and format, compared dot by dot.
 
 Called by check/contract.py.  Weights, chains and bounds are those of cases_exl3.py.
 """
@@ -58,8 +58,11 @@ def build(name: str, case: Case, seed: int) -> Operands:
     operands: dict[tuple[int, int, int], NDArray[np.float16]] = {}
     for row, slot, p in np.ndindex(rows, n_slots, len(parts)):
         k = hidden if name == "moe_gemv_gu" else widths[routes["expert"][row, slot]]
-        values = operand_rows(seed, f"x{row}.{slot}.{p}", 8, k, data)[(row + slot) % 8:][:1] if data != "nonfinite" else (
-            operand_rows(seed, f"x{row}.{slot}.{p}", 2, k, data)[row % 2:][:1])
+        values = (
+            operand_rows(seed, f"x{row}.{slot}.{p}", 8, k, data)[(row + slot) % 8 :][:1]
+            if data != "nonfinite"
+            else (operand_rows(seed, f"x{row}.{slot}.{p}", 2, k, data)[row % 2 :][:1])
+        )
         operands[row, slot, p] = values
         x[row, slot, p, :k] = fragment_order_rows(values[0])
     arrays["x"] = x
@@ -78,14 +81,22 @@ def build(name: str, case: Case, seed: int) -> Operands:
             untouched("outputs beyond the line's", got[:, n:])
             label = f"row {row} slot {slot} {parts[p]}"
             for u, unit in enumerate(unit_ranges(w.value.shape[1], units)):
-                check_unit(f"{label} unit {u}", got[u:u + 1, :n], operands[row, slot, p], w, unit)
+                check_unit(f"{label} unit {u}", got[u : u + 1, :n], operands[row, slot, p], w, unit)
             if data == "onehot":
                 at = int(np.argmax(operands[row, slot, p][0] != 0))
-                same_bits(f"{label}: W_q", got[:units, :n].sum(axis=0).astype(np.float16), w.value[:, at].copy())
+                same_bits(
+                    f"{label}: W_q", got[:units, :n].sum(axis=0).astype(np.float16), w.value[:, at].copy()
+                )
 
     warps = n_cap // 32 * units_cap
-    return Operands(arrays, {"hidden": hidden, "n_slots": n_slots, "width_cap": width_cap},
-                    (-(-warps // 4), len(parts) * n_slots, cap), relocations, ("part",), expect)
+    return Operands(
+        arrays,
+        {"hidden": hidden, "n_slots": n_slots, "width_cap": width_cap},
+        (-(-warps // 4), len(parts) * n_slots, cap),
+        relocations,
+        ("part",),
+        expect,
+    )
 
 
 def _units(name: str, hidden: int, width: int) -> int:
@@ -97,6 +108,6 @@ def _experts(seed: int, rows: int, n_slots: int, n_lines: int) -> NDArray[np.uin
     out = np.zeros((rows, n_slots), np.uint32)
     for row in range(rows):
         order = np.argsort(bits(seed, f"route{row}", (n_lines - 1,)), kind="stable")
-        out[row, :-1] = np.sort(order[:n_slots - 1])
+        out[row, :-1] = np.sort(order[: n_slots - 1])
         out[row, -1] = n_lines - 1
     return out

@@ -1,7 +1,7 @@
 """Declarations of the exl3 family (linears of every format) and the rules of their layouts.
 
-Kernel sources: cuda_src/exl3.  A linear is linear_input (operand), linear_gemv_n8 or _n16 (partial sums of its
-units), linear_finish (sum of units, output rotation); other kernels replace the first and the last step.
+Kernel sources: cuda_src/exl3.  A linear is linear_input (operand), linear_gemv_n8 or _n16 (partial sums of
+its units), linear_finish (sum of units, output rotation); other kernels replace the first and the last step.
 What must stay true: `dot_segments` equals fn_dot_segments of cuda_src/exl3.cuh, `fragment_order_rows` equals
 fn_frag_pos, and both widths of linear_gemv give a row the same bytes.
 """
@@ -16,29 +16,44 @@ from .spec import PTR, U32, Arg, Case, KernelSpec, Limit
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["KERNELS", "LINEAR_FINISH", "LINEAR_GEMV_N16", "LINEAR_GEMV_N8", "LINEAR_INPUT", "PAIRS", "dot_segments",
-           "fragment_order_rows", "fragment_order_weights", "leaves"]
+__all__ = [
+    "KERNELS",
+    "LINEAR_FINISH",
+    "LINEAR_GEMV_N8",
+    "LINEAR_GEMV_N16",
+    "LINEAR_INPUT",
+    "PAIRS",
+    "dot_segments",
+    "fragment_order_rows",
+    "fragment_order_weights",
+    "leaves",
+]
 
-PAIRS: Final = tuple((name, float(bits)) for name in ("3inst", "mcg", "mul1") for bits in range(1, 9)) + tuple(
-    ("mul1", bits) for bits in (1.5, 2.5, 3.5))
-_MAX_OUTPUTS: Final = 49152     # outputs times segments that fill the machine in a decode step
-_MIN_INPUTS: Final = 256        # of a segment
+PAIRS: Final = tuple(
+    (name, float(bits)) for name in ("3inst", "mcg", "mul1") for bits in range(1, 9)
+) + tuple(("mul1", bits) for bits in (1.5, 2.5, 3.5))
+_MAX_OUTPUTS: Final = 49152  # outputs times segments that fill the machine in a decode step
+_MIN_INPUTS: Final = 256  # of a segment
 
 
 def dot_segments(k: int, n: int, leaves: int = 1) -> int:
-    """Segments of each leaf of a dot with `k` inputs and `n` outputs: 1, 2, 4 .. 32.  Part of the orders' names.
+    """Segments of each leaf of a dot with `k` inputs and `n` outputs: 1, 2, 4 .. 32.  Part of the orders.
 
     k is a multiple of 16 * leaves.
     """
     leaf, segments = k // leaves, 1
-    while (segments < 32 and 2 * segments * n <= _MAX_OUTPUTS and leaf % (32 * segments) == 0
-           and leaf // (2 * segments) >= _MIN_INPUTS):
+    while (
+        segments < 32
+        and 2 * segments * n <= _MAX_OUTPUTS
+        and leaf % (32 * segments) == 0
+        and leaf // (2 * segments) >= _MIN_INPUTS
+    ):
         segments *= 2
     return segments
 
 
 def leaves(k: int) -> int:
-    """Leaves of a sum that ranks could share (o_proj, out_proj): the largest of 8, 4, 2, 1 that divides k / 128."""
+    """Leaves of a sum that ranks could share (o_proj, out_proj): largest of 8, 4, 2, 1 dividing k / 128."""
     return next(n for n in (8, 4, 2, 1) if k // 128 % n == 0)
 
 
@@ -49,20 +64,20 @@ def fragment_order_rows(x: NDArray[Any]) -> NDArray[Any]:
     """
     if x.shape[-1] % 16:
         raise ValueError(f"fragment order needs K in groups of 16, not {x.shape[-1]}")
-    groups = x.reshape(*x.shape[:-1], x.shape[-1] // 16, 2, 4, 2)       # k = 8 h + 2 t + c
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // 16, 2, 4, 2)  # k = 8 h + 2 t + c
     return groups.swapaxes(-3, -2).reshape(x.shape)
 
 
 def fragment_order_weights(w: NDArray[Any]) -> NDArray[Any]:
     """Plain weights (N, K) of 16-bit elements -> (ceil(N / 16), K / 16, 256), missing outputs zero.
 
-    A tile's 256 elements are 8 of each of 32 lanes: with g = lane / 4, t = lane % 4, element 2 q + c of a lane is
-    output g + 8 (q & 1), input 2 t + c + 8 (q >> 1): the registers a0 .. a3 of mma.m16n8k16.
+    A tile's 256 elements are 8 of each of 32 lanes: with g = lane / 4, t = lane % 4, element 2 q + c of a
+    lane is output g + 8 (q & 1), input 2 t + c + 8 (q >> 1): the registers a0 .. a3 of mma.m16n8k16.
     """
     n, k = w.shape
     if k % 16:
         raise ValueError(f"fragment order needs K in groups of 16, not {k}")
-    import numpy as np                  # here: the build reads this module without numpy
+    import numpy as np  # here: the build reads this module without numpy
 
     tiles = -(-n // 16)
     grown = np.zeros((16 * tiles, k), w.dtype)
@@ -75,14 +90,15 @@ def fragment_order_weights(w: NDArray[Any]) -> NDArray[Any]:
 _ROUND: Final = Arg("round", PTR, "FnRound", "r")
 _LINEARS: Final = Arg("linears", PTR, "FnLinear[]; writes go to what it points to", "r")
 _DOT_BOUND: Final = (
-    "From the f16 operand and the exact f16 weights.  A unit of K/16 mma steps (bf16: twice as many): a step cuts 17 "
-    "terms and the sum toward zero at 2^-25 of the largest term's power of two, so it errs by less than 2^-24 18 of "
-    "the largest term or sum, which is at most the sum of magnitudes S of the unit: (K/16) 18 2^-24 S.  Bytes: equal "
-    "to ref.orders.mma_chain of the device's generation.")
+    "From the f16 operand and the exact f16 weights, per unit of K/16 mma steps (bf16: twice as many): a "
+    "step cuts 17 terms toward zero at 2^-25 of the power of two of the largest, of magnitude M (sm_80: twice, "
+    "9 terms at 2^-24), and its sum of magnitude A at 2^-23: at most 2^-23 (9 M + 2 A) a step.  Bytes: those "
+    "of ref.orders.mma_chain of the device's generation."
+)
 
 
 def _case(name: str, linears: str, rows: int, rows_cap: int, **dims: int | str) -> Case:
-    """linears: "<format> <K>x<N>[/<leaves>][+bias]" separated by blanks and ";"; format f16, bf16 or <codebook>_<bits>."""
+    """linears: "<format> <K>x<N>[/<leaves>][+bias]" separated by "; "; form: f16, bf16, <codebook>_<bits>."""
     return Case(name, {"linears": linears, "rows": rows, "rows_cap": rows_cap, **dims})
 
 
@@ -105,7 +121,9 @@ def _gemv_cases(rows_max: int) -> Iterator[Case]:
     yield _case("leaves8_segments2", "mul1_4 4096x128/8", 2, rows_max)
     yield _case("leaves2_plain", "f16 512x48/2", 3, rows_max)
     yield _case("odd_steps", "mul1_5 384x128; mcg_8 896x128; 3inst_3 640x128", rows_max - 1, rows_max)
-    yield _case("mixed", "mul1_5 512x256; mul1_2.5 512x128; f16 512x48; bf16 512x5; mcg_4 512x128", 3, rows_max)
+    yield _case(
+        "mixed", "mul1_5 512x256; mul1_2.5 512x128; f16 512x48; bf16 512x5; mcg_4 512x128", 3, rows_max
+    )
     yield _case("short_rows_cap", "mul1_3 256x128; f16 256x4", 2, 3)
     yield _case("nonfinite", "mul1_3 256x128; f16 128x20; bf16 128x20", 3, rows_max, data="nonfinite")
     yield _case("integers", "f16 1024x20; bf16 1024x20", 5, rows_max, data="integers")
@@ -113,27 +131,43 @@ def _gemv_cases(rows_max: int) -> Iterator[Case]:
 
 
 LINEAR_INPUT: Final = KernelSpec(
-    name="linear_input", source="exl3/linear_input.cu", order="hadamard",
+    name="linear_input",
+    source="exl3/linear_input.cu",
+    order="hadamard",
     args=(_ROUND, _LINEARS, Arg("x", PTR, "(rows_cap, x_stride) f32", "r"), Arg("x_stride", U32, "elements")),
-    grid="ceil(k_max / 512), n_linears, rows_cap", block=128, limits={"sm_90a": Limit(regs=40), "sm_80": Limit(regs=40)},
+    grid="ceil(k_max / 512), n_linears, rows_cap",
+    block=128,
+    limits={"sm_90a": Limit(regs=40), "sm_80": Limit(regs=40)},
     reference="exl3.Linear.operand",
-    bound="Bytes: the f32 product, the butterflies and one f16 rounding of ref.orders.hadamard128.  FP64: a product, 7 "
-          "sums and the scale round by 2^-24 each of at most the block's sum of magnitudes over sqrt(128), then half an "
-          "f16 ulp.",
-    cases=(_case("exl3", "mul1_3 128x128", 1, 8), _case("blocks", "mul1_3 640x128; mcg_4 640x128", 3, 8),
-           _case("wide", "mul1_3 2560x128", 16, 16), _case("plain", "f16 48x3; bf16 16x1; f16 528x8", 2, 4),
-           _case("mixed", "mul1_5 512x128; f16 512x4", 7, 8), _case("one_of_many", "mul1_2 256x128", 1, 16),
-           _case("nonfinite", "mul1_5 256x128; f16 256x4", 4, 4, data="nonfinite")))
+    bound="Bytes: the f32 product, ref.orders.hadamard128 and one rounding to f16.  FP64: a product, 7 sums "
+    "and the scale round by 2^-24 each of the block's sum of magnitudes / sqrt(128), then half an f16 ulp.",
+    cases=(
+        _case("exl3", "mul1_3 128x128", 1, 8),
+        _case("blocks", "mul1_3 640x128; mcg_4 640x128", 3, 8),
+        _case("wide", "mul1_3 2560x128", 16, 16),
+        _case("plain", "f16 48x3; bf16 16x1; f16 528x8", 2, 4),
+        _case("mixed", "mul1_5 512x128; f16 512x4", 7, 8),
+        _case("one_of_many", "mul1_2 256x128", 1, 16),
+        _case("nonfinite", "mul1_5 256x128; f16 256x4", 4, 4, data="nonfinite"),
+    ),
+)
 
 
 def _gemv(rows_max: int, blocks_per_sm: int, regs: int, spill: int) -> KernelSpec:
     return KernelSpec(
-        name=f"linear_gemv_n{rows_max}", source="exl3/linear_gemv.cu", order="exl3_dot_v1, plain_dot_v1",
+        name=f"linear_gemv_n{rows_max}",
+        source="exl3/linear_gemv.cu",
+        order="exl3_dot_v1, plain_dot_v1",
         args=(_ROUND, _LINEARS, Arg("n_linears", U32, "1.., first_warp rising from 0")),
-        grid="ceil(total warps / 4)", block=128, blocks_per_sm=blocks_per_sm,
+        grid="ceil(total warps / 4)",
+        block=128,
+        blocks_per_sm=blocks_per_sm,
         defines=(("FN_ROW_TILES", str(rows_max // 8)),),
         limits={"sm_90a": Limit(regs, spill, blocks_per_sm), "sm_80": Limit(regs, spill, blocks_per_sm)},
-        reference="exl3.decode_linear", bound=_DOT_BOUND, cases=tuple(_gemv_cases(rows_max)))
+        reference="exl3.decode_linear",
+        bound=_DOT_BOUND,
+        cases=tuple(_gemv_cases(rows_max)),
+    )
 
 
 # No spill lies in a loop: what is spilled is kept over the whole sum and used after it.
@@ -141,16 +175,26 @@ LINEAR_GEMV_N8: Final = _gemv(8, 7, 72, 256)
 LINEAR_GEMV_N16: Final = _gemv(16, 5, 96, 256)
 
 LINEAR_FINISH: Final = KernelSpec(
-    name="linear_finish", source="exl3/linear_finish.cu", order="part_sum_v1, hadamard",
+    name="linear_finish",
+    source="exl3/linear_finish.cu",
+    order="part_sum_v1, hadamard",
     args=(_ROUND, _LINEARS),
-    grid="ceil(n_max / 512), n_linears, rows_cap", block=128, limits={"sm_90a": Limit(regs=64), "sm_80": Limit(regs=64)},
+    grid="ceil(n_max / 512), n_linears, rows_cap",
+    block=128,
+    limits={"sm_90a": Limit(regs=64), "sm_80": Limit(regs=64)},
     reference="exl3.Linear.__call__",
-    bound="Bytes: segments added in rising order, ref.orders.tree over leaves, hadamard128, times svh, plus bias.  FP64: "
-          "units + 9 roundings of 2^-24 of the block's sum of magnitudes.",
-    cases=(_case("exl3", "mul1_3 256x128", 1, 8), _case("segments", "mul1_3 2048x128; f16 8192x4; f16 4096x129", 2, 3),
-           _case("leaves", "mul1_3 256x128/2; mul1_3 512x256/4; mul1_3 1024x128/8; mul1_3 4096x128/8", 3, 8),
-           _case("bias", "mul1_2.5 256x640+bias; mcg_4 256x128", 7, 8), _case("plain", "f16 16x1; bf16 16x5; f16 16x48", 2, 4),
-           _case("plain_leaves", "f16 512x6/2; f16 512x8/4", 2, 4), _case("sixteen", "mul1_3 512x1280", 16, 16),
-           _case("nonfinite", "mul1_5 512x256; f16 512x20", 4, 4, data="nonfinite")))
+    bound="Bytes: segments in rising order, ref.orders.tree, hadamard128, times svh, plus bias.  FP64: "
+    "units + 9 roundings of 2^-24 of the block's sum of magnitudes.",
+    cases=(
+        _case("exl3", "mul1_3 256x128", 1, 8),
+        _case("segments", "mul1_3 2048x128; f16 8192x4; f16 4096x129", 2, 3),
+        _case("leaves", "mul1_3 256x128/2; mul1_3 512x256/4; mul1_3 1024x128/8; mul1_3 4096x128/8", 3, 8),
+        _case("bias", "mul1_2.5 256x640+bias; mcg_4 256x128", 7, 8),
+        _case("plain", "f16 16x1; bf16 16x5; f16 16x48", 2, 4),
+        _case("plain_leaves", "f16 512x6/2; f16 512x8/4", 2, 4),
+        _case("sixteen", "mul1_3 512x1280", 16, 16),
+        _case("nonfinite", "mul1_5 512x256; f16 512x20", 4, 4, data="nonfinite"),
+    ),
+)
 
 KERNELS: Final = (LINEAR_INPUT, LINEAR_GEMV_N8, LINEAR_GEMV_N16, LINEAR_FINISH)
