@@ -2,26 +2,32 @@
 // Contract    score f32 [rows_cap][max_blocks] -> sel u32 [rows_cap][budget], the best blocks of the (position+1)/4
 //             complete ones, rising ids, written only when there are more of them than `budget`; flag u32 [rows_cap],
 //             always written: 1 when a score is NaN (then NaNs count as the best), else 0.
-// Launch      grid (rows_cap), block 512.  Shared: a histogram of 2048 digits, a few words a warp.
+// Launch      grid (rows_cap), block 512, shared 41 KB.
 // Arithmetic  order index_pick_v1: score descending, NaN above all, -0 equal to +0, equal scores by rising id.
-//             Integers only: radix selection of the last chosen key by digits of 11, 11 and 10 bits, then every warp
-//             writes its range of blocks at the place that the counts before it give.
-// Equality    the result is a set given by its definition; nothing depends on the launch.
+//             Integers only.  A score becomes a key that is smaller for a better score; the last chosen key is found
+//             digit by digit (11, 11, 10 bits) from histograms.  Of more than 2048 blocks first only candidates are
+//             kept: with 2048 groups of blocks, the budget-th best of the groups' best keys is at least as bad as the
+//             key looked for.  Ids come out in order from bitmaps of the chosen.  Too many candidates (ties, or a
+//             budget above 2048) or blocks beyond the bitmap: the same from the scores themselves.
+// Equality    the result is a set given by its definition; nothing depends on the launch or on the way taken.
 // Reference   ref/attn.py.  Source: QSA step 5, ties to the lower block.
 #include "attn/pages.cuh"
 
 namespace FN_NAMESPACE {
 
 #define FN_DIGITS 2048u
+#define FN_CANDIDATES 2048u
+#define FN_WORDS 2048u  // of a bitmap: 65,536 blocks, 262,144 tokens
 #define FN_WARPS (FN_THREADS / 32u)
 
 struct Shared {
     u32 count[FN_DIGITS];
-    u32 warp_better[FN_WARPS], warp_equal[FN_WARPS];
-    u32 digit, before, any_nan, pad;
+    u32 key[FN_CANDIDATES], id[FN_CANDIDATES];
+    u32 better[FN_WORDS], equal[FN_WORDS];
+    u32 warp_a[FN_WARPS], warp_b[FN_WARPS];
+    u32 digit, before, any_nan, n_candidates;
 };
 
-// A key that is smaller for a better score.
 FN_DEVICE u32 key_of(float x) {
     if (x != x) return 0u;
     u32 u = fn_f2u(x);
@@ -29,113 +35,217 @@ FN_DEVICE u32 key_of(float x) {
     return ~((u >> 31) ? ~u : u | 0x80000000u);
 }
 
-// Sum of the lanes before this one.
-FN_DEVICE u32 lanes_before(u32 v, u32 lane) {
-    u32 sum = v;
+// f(i, x[i], lane of the 16-byte word) for every i below n, spread over the block.
+template <class F> FN_DEVICE void each_score(const float* x, u32 n, const F& f) {
+    u32 head = fn_min_u32((0u - (u32)(reinterpret_cast<u64>(x) >> 2)) & 3u, n);  // scores before the first whole word
+    u32 words = (n - head) / 4u, tail = head + 4u * words, tid = threadIdx.x;
+    const float4* w = reinterpret_cast<const float4*>(x + head);
+    if (tid < head) f(tid, fn_ldg(x + tid), 0u);
+    if (tail + tid < n) f(tail + tid, fn_ldg(x + tail + tid), 0u);
+#pragma unroll 4
+    for (u32 i = tid; i < words; i += FN_THREADS) {
+        float4 v = fn_ldg(w + i);
+        u32 at = head + 4u * i;
+        f(at, v.x, 0u);
+        f(at + 1u, v.y, 1u);
+        f(at + 2u, v.z, 2u);
+        f(at + 3u, v.w, 3u);
+    }
+}
+
+// Sum of `v` over the threads before this one.  warps: not the array of a call since the last barrier.
+FN_DEVICE u32 threads_before(u32 (&warps)[FN_WARPS], u32 v) {
+    u32 lane = threadIdx.x & 31u, warp = threadIdx.x >> 5, sum = v;
 #pragma unroll
     for (u32 d = 1; d < 32; d <<= 1) {
         u32 up = fn_shfl_up(sum, d);
         if (lane >= d) sum += up;
     }
-    return sum - v;
+    if (lane == 31u) warps[warp] = sum;
+    __syncthreads();
+    sum -= v;
+    for (u32 w = 0; w < warp; w++) sum += warps[w];
+    return sum;
 }
 
-// Sets digit and before: the first digit up to which at least `want` keys were counted, and how many lie before it.
-// Each thread owns 4 neighbouring digits.
-FN_DEVICE void find_digit(Shared& s, u32 want) {
-    u32 lane = threadIdx.x & 31u, warp = threadIdx.x >> 5;
-    uint4 c = *reinterpret_cast<const uint4*>(&s.count[4u * threadIdx.x]);
-    u32 mine = c.x + c.y + c.z + c.w, before = lanes_before(mine, lane);
-    if (lane == 31u) s.warp_better[warp] = before + mine;
-    __syncthreads();
-    for (u32 w = 0; w < warp; w++) before += s.warp_better[w];
-    if (before < want && want <= before + mine) {  // one thread
-        u32 digit = 4u * threadIdx.x, own[3] = {c.x, c.y, c.z};
-#pragma unroll
-        for (u32 i = 0; i < 3; i++) {
-            if (digit != 4u * threadIdx.x + i || before + own[i] >= want) continue;
-            before += own[i];
-            digit++;
-        }
-        s.digit = digit;
-        s.before = before;
+// Where `pick` finds its keys: the first n of the list, or all scores.
+struct Listed {
+    const u32* key;
+    u32 n;
+    template <class F> FN_DEVICE void operator()(const F& f) const {
+        for (u32 i = threadIdx.x; i < n; i += FN_THREADS) f(key[i]);
     }
-    __syncthreads();
-}
-
-}  // namespace FN_NAMESPACE
-
-static_assert(FN_DIGITS == 4u * FN_THREADS, "a thread owns four digits");
-
-FN_KERNEL((const FnRound* round, const FnRow* rows, const float* score, u32* sel, u32* flag, u32 max_blocks,
-           u32 budget)) {
-    using namespace FN_NAMESPACE;
-    FN_SHARED(Shared, s);
-    u32 r = blockIdx.x, tid = threadIdx.x, lane = tid & 31u, warp = tid >> 5;
-    if (r >= round->n_rows) return;
-    u32 seen = fn_blocks_seen(rows[r].position);
-    if (seen <= budget) {
-        if (tid == 0u) flag[r] = 0u;
-        return;
+};
+struct Scores {
+    const float* x;
+    u32 n;
+    template <class F> FN_DEVICE void operator()(const F& f) const {
+        each_score(x, n, [&](u32, float v, u32) { f(key_of(v)); });
     }
-    const float* x = score + (size_t)r * max_blocks;
+};
 
-    // The key of the last chosen block, digit by digit; `want` of the keys that share its digits so far are chosen.
-    u32 prefix = 0u, mask = 0u, want = budget;
-    bool nan = false;
-    if (tid == 0u) s.any_nan = 0u;
-#pragma unroll
+// The want-th smallest key; visit(f) calls f(key) for the block's keys.  want becomes its place among its equals.
+template <class Visit> FN_DEVICE u32 pick(Shared& s, u32& want, const Visit& visit) {
+    u32 prefix = 0u, mask = 0u;
+#pragma unroll 1
     for (u32 pass = 0; pass < 3; pass++) {
-        u32 shift = pass == 0 ? 21u : pass == 1 ? 10u : 0u, last = pass == 2 ? 1023u : 2047u;
-        *reinterpret_cast<uint4*>(&s.count[4u * tid]) = make_uint4(0u, 0u, 0u, 0u);
+        u32 shift = pass == 0u ? 21u : pass == 1u ? 10u : 0u, last = pass == 2u ? 1023u : 2047u;
+        *reinterpret_cast<uint4*>(&s.count[4u * threadIdx.x]) = make_uint4(0u, 0u, 0u, 0u);
         __syncthreads();
-#pragma unroll 4
-        for (u32 i = tid; i < seen; i += FN_THREADS) {
-            float v = fn_ldg(x + i);
-            u32 key = key_of(v);
-            if (pass == 0) nan = nan || v != v;
+        visit([&](u32 key) {
             if ((key & mask) == prefix) fn_atomic_add_u32(&s.count[key >> shift & last], 1u);
-        }
-        if (pass == 0 && nan) fn_atomic_or_u32(&s.any_nan, 1u);
+        });
         __syncthreads();
-        find_digit(s, want);
+        uint4 c = *reinterpret_cast<const uint4*>(&s.count[4u * threadIdx.x]);
+        u32 own[4] = {c.x, c.y, c.z, c.w};
+        u32 before = threads_before(s.warp_a, c.x + c.y + c.z + c.w);
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            if (before < want && want <= before + own[i]) {  // one digit of one thread
+                s.digit = 4u * threadIdx.x + i;
+                s.before = before;
+            }
+            before += own[i];
+        }
+        __syncthreads();
         prefix |= s.digit << shift;
         mask |= last << shift;
         want -= s.before;
     }
-    if (tid == 0u) flag[r] = s.any_nan;
+    return prefix;
+}
 
-    // Each warp takes a range of whole 32s: counts first, then, knowing the counts before it, the ids.
-    u32 each = ((seen + 31u) / 32u + FN_WARPS - 1u) / FN_WARPS * 32u;
-    u32 from = fn_min_u32(warp * each, seen), to = fn_min_u32(from + each, seen);
-    u32 better = 0u, equal = 0u;
+// Ids of the set bits of `bits`, word `word` of a bitmap, to out; returns behind the last.
+FN_DEVICE u32* emit(u32* out, u32 bits, u32 word) {
+    for (; bits; bits &= bits - 1u) *out++ = 32u * word + fn_ffs(bits) - 1u;
+    return out;
+}
+
+// Chosen ids in order from the candidates: all keys below `last`, and the first `want` of those equal to it.
+FN_DEVICE void emit_candidates(Shared& s, u32 n, u32 last, u32 want, u32* out) {
+    u32 tid = threadIdx.x, first = 4u * tid;
+    *reinterpret_cast<uint4*>(&s.better[first]) = make_uint4(0u, 0u, 0u, 0u);
+    *reinterpret_cast<uint4*>(&s.equal[first]) = make_uint4(0u, 0u, 0u, 0u);
+    __syncthreads();
+    for (u32 i = tid; i < n; i += FN_THREADS) {
+        u32 id = s.id[i];
+        if (s.key[i] < last) fn_atomic_or_u32(&s.better[id / 32u], 1u << id % 32u);
+        if (s.key[i] == last) fn_atomic_or_u32(&s.equal[id / 32u], 1u << id % 32u);
+    }
+    __syncthreads();
+    u32 e[4], total = 0u;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        e[i] = s.equal[first + i];
+        total += fn_popc(e[i]);
+    }
+    u32 taken = threads_before(s.warp_b, total);
+    total = 0u;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        u32 keep = 0u;
+        for (; e[i] && taken < want; e[i] &= e[i] - 1u, taken++) keep |= e[i] & (0u - e[i]);
+        e[i] = keep | s.better[first + i];
+        total += fn_popc(e[i]);
+    }
+    out += threads_before(s.warp_a, total);
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) out = emit(out, e[i], first + i);
+}
+
+// The same from the scores: each warp takes a range of whole 32s; counts first, then, knowing those before it, ids.
+FN_DEVICE void emit_scores(Shared& s, const float* x, u32 n, u32 last, u32 want, u32* out) {
+    u32 lane = threadIdx.x & 31u, warp = threadIdx.x >> 5;
+    u32 each = ((n + 31u) / 32u + FN_WARPS - 1u) / FN_WARPS * 32u;
+    u32 from = fn_min_u32(warp * each, n), to = fn_min_u32(from + each, n), better = 0u, equal = 0u;
     for (u32 i = from + lane; i < to; i += 32u) {
         u32 key = key_of(fn_ldg(x + i));
-        better += key < prefix;
-        equal += key == prefix;
+        better += key < last;
+        equal += key == last;
     }
     better = fn_warp_sum_u32(better);
     equal = fn_warp_sum_u32(equal);
     if (lane == 0u) {
-        s.warp_better[warp] = better;
-        s.warp_equal[warp] = equal;
+        s.warp_a[warp] = better;
+        s.warp_b[warp] = equal;
     }
     __syncthreads();
     better = equal = 0u;
     for (u32 w = 0; w < warp; w++) {
-        better += s.warp_better[w];
-        equal += s.warp_equal[w];
+        better += s.warp_a[w];
+        equal += s.warp_b[w];
     }
-    u32* out = sel + (size_t)r * budget;
     u32 below = (1u << lane) - 1u;
     for (u32 i = from; i < to; i += 32u) {
-        u32 key = i + lane < to ? key_of(fn_ldg(x + i + lane)) : 0xffffffffu;
-        bool is_better = key < prefix, is_equal = key == prefix && i + lane < to;
-        u32 b = fn_ballot(is_better), e = fn_ballot(is_equal);
-        u32 equal_before = equal + fn_popc(e & below);
+        bool live = i + lane < to;
+        u32 key = live ? key_of(fn_ldg(x + i + lane)) : 0xffffffffu;
+        bool is_better = live && key < last, is_equal = live && key == last;
+        u32 b = fn_ballot(is_better), e = fn_ballot(is_equal), equal_before = equal + fn_popc(e & below);
         if (is_better || (is_equal && equal_before < want))
             out[better + fn_popc(b & below) + fn_min_u32(equal_before, want)] = i + lane;
         better += fn_popc(b);
         equal += fn_popc(e);
     }
+}
+
+}  // namespace FN_NAMESPACE
+
+static_assert(FN_DIGITS == 4u * FN_THREADS && FN_CANDIDATES == 4u * FN_THREADS && FN_WORDS == 4u * FN_THREADS,
+              "a thread owns four digits, groups and words");
+
+FN_KERNEL((const FnRound* round, const FnRow* rows, const float* score, u32* sel, u32* flag, u32 max_blocks,
+           u32 budget)) {
+    using namespace FN_NAMESPACE;
+    FN_SHARED(Shared, s);
+    u32 r = blockIdx.x, tid = threadIdx.x;
+    if (r >= round->n_rows) return;
+    u32 n = fn_blocks_seen(rows[r].position);
+    if (n <= budget) {
+        if (tid == 0u) flag[r] = 0u;
+        return;
+    }
+    const float* x = score + (size_t)r * max_blocks;
+    u32* out = sel + (size_t)r * budget;
+    if (tid == 0u) s.any_nan = s.n_candidates = 0u;
+    __syncthreads();
+
+    u32 n_candidates = n;
+    if (n <= FN_CANDIDATES) {
+        for (u32 i = tid; i < n; i += FN_THREADS) {
+            float v = fn_ldg(x + i);
+            if (v != v) s.any_nan = 1u;
+            s.key[i] = key_of(v);
+            s.id[i] = i;
+        }
+    } else {
+        u32 best[4] = {0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu};
+        each_score(x, n, [&](u32, float v, u32 j) { best[j] = fn_min_u32(best[j], key_of(v)); });
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) s.key[4u * tid + j] = best[j];
+        if (best[0] == 0u || best[1] == 0u || best[2] == 0u || best[3] == 0u) s.any_nan = 1u;
+        bool listed = budget <= FN_CANDIDATES && n <= 32u * FN_WORDS;
+        if (listed) {
+            u32 place = budget, bound = pick(s, place, Listed{s.key, FN_CANDIDATES});
+            each_score(x, n, [&](u32 i, float v, u32) {
+                u32 key = key_of(v);
+                if (key > bound) return;
+                u32 at = fn_atomic_add_u32(&s.n_candidates, 1u);
+                if (at >= FN_CANDIDATES) return;
+                s.key[at] = key;
+                s.id[at] = i;
+            });
+            __syncthreads();
+            n_candidates = s.n_candidates;
+        }
+    }
+
+    u32 want = budget;
+    if (n_candidates <= FN_CANDIDATES) {
+        u32 last = pick(s, want, Listed{s.key, n_candidates});
+        emit_candidates(s, n_candidates, last, want, out);
+    } else {
+        u32 last = pick(s, want, Scores{x, n});
+        emit_scores(s, x, n, last, want, out);
+    }
+    if (tid == 0u) flag[r] = s.any_nan;
 }

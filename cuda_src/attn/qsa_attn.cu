@@ -3,7 +3,7 @@
 //             when the row sees more blocks than `budget`) -> part_m, part_l f32 [rows_cap][n_q][max_parts], part_o
 //             f32 [rows_cap][n_q][max_parts][256], parts below ceil(attended / 64) only.  n_q / n_kv is 1..16.
 //             Keys and values of tokens that are not attended are never read.
-// Launch      grid (max_parts, n_kv, rows_cap), block 128, shared 7.2 KB.
+// Launch      grid (max_parts, n_kv, rows_cap), block 128, shared 7.4 KB.
 // Arithmetic  order qsa_attn_v1.  Part p holds attended tokens 64p .. 64p+63 in position order.  s = q.k by a chain of
 //             16 mma steps over k from zero, times 1/16; m = max; e = fn_exp(s - m); l = sum of e, absent entries +0,
 //             by halves of the entry index: bit 5 first, bit 0 last; o = chain of mma steps over 16 entries each,
@@ -18,7 +18,7 @@ namespace FN_NAMESPACE {
 
 struct Shared {
     u64 key[FN_PART];   // address of each entry's key, 0: absent
-    float s[16][68];    // scores by head and entry; the pitch spreads mma stores over the banks
+    float s[16][72];    // scores by head and entry; the pitch spreads the reads of 4 heads over the banks
     u16 e[16][72];      // f16 weights, likewise for mma loads
 };
 
@@ -55,6 +55,32 @@ FN_DEVICE void scores(Shared& sh, const uint2 (&k0)[16], const uint2 (&k1)[16], 
 #pragma unroll
         for (u32 i = 0; i < 4; i++) sh.s[8u * n + 2u * t + (i & 1u)][entry + 8u * (i >> 1)] = fn_mul(d[n][i], 0.0625f);
     }
+}
+
+// m, l and the f16 weights of all heads: 8 lanes a head, lane j of them holding entries j, j + 8, ...
+FN_DEVICE void weights(Shared& sh, u32 live, u32 group, u32 warp, u32 lane, float* part_m, float* part_l, size_t at,
+                       u32 head_step) {
+    u32 h = 4u * warp + (lane >> 3), j = lane & 7u;
+    if (4u * warp >= group) return;
+    float e[8], m = fn_u2f(0xff800000u);
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+        e[i] = h < group && j + 8u * i < live ? sh.s[h][j + 8u * i] : fn_u2f(0xff800000u);
+        m = fn_max(m, e[i]);
+    }
+#pragma unroll
+    for (u32 d = 4; d; d >>= 1) m = fn_max(m, fn_shfl_xor(m, d));
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+        e[i] = j + 8u * i < live ? fn_exp(fn_sub(e[i], m)) : 0.f;
+        sh.e[h][j + 8u * i] = fn_f2h(e[i]);
+    }
+    float l = fn_add(fn_add(fn_add(e[0], e[4]), fn_add(e[2], e[6])), fn_add(fn_add(e[1], e[5]), fn_add(e[3], e[7])));
+#pragma unroll
+    for (u32 d = 4; d; d >>= 1) l = fn_add(l, fn_shfl_xor(l, d));
+    if (j != 0u || h >= group) return;
+    part_m[at + (size_t)h * head_step] = m;
+    part_l[at + (size_t)h * head_step] = l;
 }
 
 // o of the warp's 64 dimensions: mma row g of tile i is dimension 8g + 2i, row g + 8 the one after it, so a lane's
@@ -114,8 +140,9 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const u
     using namespace FN_NAMESPACE;
     FN_SHARED(Shared, sh);
     u32 part = blockIdx.x, kv_head = blockIdx.y, r = blockIdx.z;
-    if (r >= round->n_rows) return;
-    FnRow row = rows[r];
+    u32 n_rows = round->n_rows;
+    FnRow row = rows[r];  // beside n_rows, not after it; of a row that does not take part nothing is used
+    if (r >= n_rows) return;
     u32 attended = fn_attended(row.position, budget);
     if (part * FN_PART >= attended) return;
     u32 live = fn_min_u32(attended - part * FN_PART, FN_PART), group = n_q / n_kv;
@@ -162,20 +189,7 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const u
     }
     __syncthreads();
 
-    for (u32 h = warp; h < group; h += FN_THREADS / 32u) {
-        bool has0 = lane < live, has1 = lane + 32u < live;
-        float lowest = fn_u2f(0xff800000u);
-        float s0 = has0 ? sh.s[h][lane] : lowest, s1 = has1 ? sh.s[h][lane + 32u] : lowest;
-        float m = fn_warp_max(fn_max(s0, s1));
-        float e0 = has0 ? fn_exp(fn_sub(s0, m)) : 0.f, e1 = has1 ? fn_exp(fn_sub(s1, m)) : 0.f;
-        float l = fn_warp_sum(fn_add(e0, e1));
-        sh.e[h][lane] = fn_f2h(e0);
-        sh.e[h][lane + 32u] = fn_f2h(e1);
-        if (lane != 0u) continue;
-        size_t at = ((size_t)r * n_q + first + h) * max_parts + part;
-        part_m[at] = m;
-        part_l[at] = l;
-    }
+    weights(sh, live, group, warp, lane, part_m, part_l, ((size_t)r * n_q + first) * max_parts + part, max_parts);
     __syncthreads();
 
     float* out = part_o + (((size_t)r * n_q + first) * max_parts + part) * FN_HEAD + 64u * warp;

@@ -259,7 +259,7 @@ def _scores(case: Case, seed: int, name: str, n: int) -> NDArray[np.float32]:
 
 def _index_select(case: Case, seed: int) -> Operands:
     budget, rows = case.int("budget"), parse_rows(case)
-    pages = Pages(case, seed, 1)
+    pages = Pages(Case(case.name, {**case.dims, "pages": "shared"}), seed, 1)      # for its tables alone
     max_blocks = max(blocks_seen(p) for _, p in rows) + 3
     score = poisoned_rows(pages.rows_cap, max_blocks)
     for r, (sequence, position) in enumerate(rows):
@@ -396,7 +396,7 @@ def _qsa_merge(case: Case, seed: int) -> Operands:
     table = linear_table(1)
     table["k"], table["n"], table["x_stride"], table["leaves"], table["segments"] = k, 128, k, 1, 1
     table["w"]["format"] = _FORMATS[str(case["dtype"])]
-    pages = Pages(case, seed, 1)
+    pages = Pages(Case(case.name, {**case.dims, "pages": "shared"}), seed, 1)      # for its tables alone
     rows_table = pages.tables()[0]["rows"]
     suh = (signed(seed, "suh", (k,), 1.0) + np.float32(1.25)).astype(np.float16)
     arrays: Arrays = {"round": round_table(n, cap), "rows": rows_table, "q": q, "part_m": m, "part_l": length,

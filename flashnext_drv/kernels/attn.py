@@ -101,7 +101,7 @@ INDEX_SELECT: Final = KernelSpec(
     args=(_ROUND, _ROWS, Arg("score", PTR, "(rows_cap, max_blocks) f32", "r"),
           Arg("sel", PTR, "(rows_cap, budget) u32, rising block ids, only beyond the budget", "w"),
           Arg("flag", PTR, "(rows_cap) u32: 1 when a score is NaN", "w"), _MAX_BLOCKS, _BUDGET),
-    grid="rows_cap", block=512, shared_bytes=8336,
+    grid="rows_cap", block=512, shared_bytes=41104,
     limits={"sm_90a": Limit(regs=56, blocks_per_sm=2), "sm_80": Limit(regs=56, blocks_per_sm=2)},
     reference="attn.choose_blocks", bound="Exact.",
     cases=(_case("within_budget", _each(0, 3, 31, 34)), _case("one_beyond", _each(35)),
@@ -116,7 +116,14 @@ INDEX_SELECT: Final = KernelSpec(
            _case("nan", _each(100, 100, 203, 34), special="nan"),
            _case("inf", _each(100, 203), special="inf"), _case("many_nan", _each(203), special="many_nan"),
            _case("far", _each(262143), budget=512, special="relu"),
-           _case("large_budget", _each(262003), budget=2048)))
+           _case("large_budget", _each(262003), budget=2048),
+           _case("long_rows", _each(8195, 8199, 9000, 12345, 33333), budget=64),
+           _case("long_equal", _each(20000, 9001), special="equal"),
+           _case("long_nan", _each(20000), special="nan"),
+           _case("long_many_nan", _each(30001), special="many_nan"),
+           _case("long_zeros", _each(9000), budget=1500, special="relu"),
+           _case("budget_beyond_the_list", _each(16000), budget=3000),
+           _case("beyond_the_bitmap", _each(262180), budget=512)))
 
 QSA_ATTN: Final = KernelSpec(
     name="qsa_attn", source="attn/qsa_attn.cu", order="qsa_attn_v1",
@@ -125,7 +132,7 @@ QSA_ATTN: Final = KernelSpec(
           Arg("part_m", PTR, "(rows_cap, n_q, max_parts) f32", "w"),
           Arg("part_l", PTR, "(rows_cap, n_q, max_parts) f32", "w"),
           Arg("part_o", PTR, "(rows_cap, n_q, max_parts, 256) f32", "w"), _N_Q, _N_KV, _BUDGET, _MAX_PARTS),
-    grid="max_parts, n_kv, rows_cap", block=128, shared_bytes=7168,
+    grid="max_parts, n_kv, rows_cap", block=128, shared_bytes=7424,
     limits={"sm_90a": Limit(regs=232, blocks_per_sm=2), "sm_80": Limit(regs=232, blocks_per_sm=2)},
     reference="attn.attend",
     bound="From q, K, V as stored. s: chain of 16 mma steps (mma_bound), times 1/16: ds. m within ds. e "
@@ -155,7 +162,7 @@ QSA_MERGE: Final = KernelSpec(
           Arg("flag", PTR, "(rows_cap) u32: not 0 makes the row NaN", "r"),
           Arg("linear", PTR, "FnLinear: o_proj (k = 256 n_q); its x is written", "r"), _N_Q, _BUDGET,
           _MAX_PARTS),
-    grid="n_q, rows_cap", block=64, shared_bytes=768,
+    grid="n_q, rows_cap", block=256, shared_bytes=1792,
     limits={"sm_90a": Limit(regs=144), "sm_80": Limit(regs=144)},
     reference="attn.attend",
     bound="From the parts: each merge 2 roundings and two exponentials (1.1 ulp and |m - M| 2^-24 each) on "
