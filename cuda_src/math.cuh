@@ -1,9 +1,10 @@
-// math.cuh: elementary functions whose bytes are defined by this text.  Only fma, mul, add, div and sqrt rounded to
-// nearest, integer operations and conversions; no library.  Included by prelude.cuh, never alone.
+// math.cuh: elementary functions whose bytes are defined by this text.  Only fma, mul, add, div and sqrt
+// rounded to nearest, integer operations and conversions; no library.  Included by prelude.cuh, never alone.
 //
 // Errors against FP64, 2 million points a range (host test test_math.py holds them): exp2 0.82 ulp, exp 1.01,
-// sigmoid 2.3, silu 3.0, softplus 1.6, log 0.75, log1p on [0,1] 0.78, rsqrt 1.5.  exp and exp2 give subnormals with
-// one rounding.  NaN in, NaN out; silu(-inf) is NaN (as x times sigmoid).  fn_sincos_f64 and fn_exp_f64: see there.
+// sigmoid 2.3, silu 3.0, softplus 1.6, log 0.75, log1p on [0,1] 0.78, rsqrt 1.5.  exp and exp2 give
+// subnormals with one rounding.  NaN in, NaN out; silu(-inf) is NaN (as x times sigmoid).  fn_sincos_f64 and
+// fn_exp_f64: see there.
 #pragma once
 
 // Nearest integer, ties to even, for |x| < 2^22: as a float, and in n.
@@ -119,9 +120,10 @@ FN_DEVICE double fn_rint_f64(double x, i32& n) {
     return fn_dsub(t, 0x1.8p52);
 }
 
-// sine and cosine for |x| < 3e5 (angles of positions to 262,143), absolute error below 1e-15; beyond, or NaN: NaN.
-// x - k pi/2 by pi/2 in three parts: the first fma is exact (its result is a multiple of 2^-53 below 1), the second
-// rounds once, the third part is below 2^-90.  Then Taylor series, whose first dropped terms are below 1e-17.
+// sine and cosine for |x| < 3e5 (angles of positions to 262,143), absolute error below 1e-15; beyond, or NaN:
+// NaN. x - k pi/2 by pi/2 in three parts: the first fma is exact (its result is a multiple of 2^-53 below 1),
+// the second rounds once, the third part is below 2^-90.  Then Taylor series, whose first dropped terms are
+// below 1e-17.
 FN_DEVICE void fn_sincos_f64(double x, double& s, double& c) {
     if (!(x < 3e5 && x > -3e5)) {
         s = c = fn_u2d(0x7fffffffffffffffull);
@@ -157,7 +159,8 @@ FN_DEVICE void fn_sincos_f64(double x, double& s, double& c) {
     c = (n + 1) & 2 ? -cs : cs;
 }
 
-// e^x, relative error below 5e-16 where the result is normal; subnormals with one rounding; overflow gives inf.
+// e^x, relative error below 5e-16 where the result is normal; subnormals with one rounding; overflow gives
+// inf.
 FN_DEVICE double fn_exp_f64(double x) {
     if (x != x) return fn_u2d(0x7fffffffffffffffull);
     if (x > 710.0) x = 710.0;
@@ -166,7 +169,7 @@ FN_DEVICE double fn_exp_f64(double x) {
     double k = fn_rint_f64(fn_dmul(x, 0x1.71547652b82fep+0), n);
     double r = fn_dfma(k, -0x1.62e42fefa39efp-1, x);
     r = fn_dfma(k, -0x1.abc9e3b39803fp-56, r);
-    double p = 0x1.93974a8c07c9dp-37;         // 1/14!
+    double p = 0x1.93974a8c07c9dp-37;          // 1/14!
     p = fn_dfma(p, r, 0x1.6124613a86d09p-33);  // 1/13!
     p = fn_dfma(p, r, 0x1.1eed8eff8d898p-29);  // 1/12!
     p = fn_dfma(p, r, 0x1.ae64567f544e4p-26);  // 1/11!

@@ -1,11 +1,13 @@
-// prelude.cuh: the language that kernel text is written in.  The same text is compiled by NVRTC (cubins) and, with
-// FN_SIM, by g++ or clang++ (simulator).  Types, kernel and shared-memory declarations, scalar arithmetic with one
-// rounding per call, conversions, bit tools, integer atomics, loads.  Elementary functions: math.cuh (included here).
+// prelude.cuh: the language that kernel text is written in.  The same text is compiled by NVRTC (cubins) and,
+// with FN_SIM, by g++ or clang++ (simulator).  Types, kernel and shared-memory declarations, scalar
+// arithmetic with one rounding per call, conversions, bit tools, integer atomics, loads.  Elementary
+// functions: math.cuh (included here).
 //
-// What must stay true: every float function here is one correctly rounded operation or is made of them, so both
-// sides give the same bytes (NVRTC --fmad=false --prec-div=true --prec-sqrt=true --ftz=false; g++ -ffp-contract=off).
-// NaN bits may differ between the sides (the GPU writes 0x7fffffff, x86 keeps payloads): compare NaNs as one value.
-// Macros that the build sets for each kernel: FN_NAME, FN_NAMESPACE, FN_THREADS, FN_BLOCKS_PER_SM, FN_SHARED_BYTES.
+// What must stay true: every float function here is one correctly rounded operation or is made of them, so
+// both sides give the same bytes (NVRTC --fmad=false --prec-div=true --prec-sqrt=true --ftz=false; g++
+// -ffp-contract=off). NaN bits may differ between the sides (the GPU writes 0x7fffffff, x86 keeps payloads):
+// compare NaNs as one value. Macros that the build sets for each kernel: FN_NAME, FN_NAMESPACE, FN_THREADS,
+// FN_BLOCKS_PER_SM, FN_SHARED_BYTES.
 #pragma once
 
 #ifdef FN_SIM
@@ -20,10 +22,11 @@ typedef int i32;
 typedef long long i64;
 
 #define FN_DEVICE __device__ __forceinline__
-#define FN_KERNEL(params) extern "C" __global__ void __launch_bounds__(FN_THREADS, FN_BLOCKS_PER_SM) FN_NAME params
-#define FN_SHARED(Type, name)                                                                         \
-    static_assert(sizeof(Type) == FN_SHARED_BYTES, "the declaration's shared_bytes is not sizeof");   \
-    static_assert(sizeof(Type) <= 49152, "static shared memory is limited to 48 KiB");                \
+#define FN_KERNEL(params) \
+    extern "C" __global__ void __launch_bounds__(FN_THREADS, FN_BLOCKS_PER_SM) FN_NAME params
+#define FN_SHARED(Type, name)                                                                       \
+    static_assert(sizeof(Type) == FN_SHARED_BYTES, "the declaration's shared_bytes is not sizeof"); \
+    static_assert(sizeof(Type) <= 49152, "static shared memory is limited to 48 KiB");              \
     __shared__ __align__(16) Type name
 
 FN_DEVICE float fn_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
@@ -91,17 +94,37 @@ FN_DEVICE u32 fn_hadd2(u32 a, u32 b) {
 }
 
 // T: 1, 2, 4, 8 or 16 bytes, naturally aligned.
-template <class T> FN_DEVICE T fn_ld(const T* p) { return *p; }
+template <class T>
+FN_DEVICE T fn_ld(const T* p) {
+    return *p;
+}
 
-template <int Bytes> struct FnWord;
-template <> struct FnWord<1> { typedef u8 type; };
-template <> struct FnWord<2> { typedef u16 type; };
-template <> struct FnWord<4> { typedef u32 type; };
-template <> struct FnWord<8> { typedef u64 type; };
-template <> struct FnWord<16> { typedef uint4 type; };
+template <int Bytes>
+struct FnWord;
+template <>
+struct FnWord<1> {
+    typedef u8 type;
+};
+template <>
+struct FnWord<2> {
+    typedef u16 type;
+};
+template <>
+struct FnWord<4> {
+    typedef u32 type;
+};
+template <>
+struct FnWord<8> {
+    typedef u64 type;
+};
+template <>
+struct FnWord<16> {
+    typedef uint4 type;
+};
 
 // The same through the read-only path: for bytes that no thread of this launch writes.
-template <class T> FN_DEVICE T fn_ldg(const T* p) {
+template <class T>
+FN_DEVICE T fn_ldg(const T* p) {
     typedef typename FnWord<sizeof(T)>::type Word;
     Word w = __ldg(reinterpret_cast<const Word*>(p));
     T v;
@@ -120,8 +143,9 @@ FN_DEVICE u32 fn_max_u32(u32 a, u32 b) { return a > b ? a : b; }
 FN_DEVICE i32 fn_min_i32(i32 a, i32 b) { return a < b ? a : b; }
 FN_DEVICE i32 fn_max_i32(i32 a, i32 b) { return a > b ? a : b; }
 
-// Larger of two, a NaN if either is one (as 0x7fffffff), -0 < +0.  Equal values differ at most in the zero's sign,
-// so the AND of their bits is the larger.  Symmetric and associative in bytes: trees of it need no order.
+// Larger of two, a NaN if either is one (as 0x7fffffff), -0 < +0.  Equal values differ at most in the zero's
+// sign, so the AND of their bits is the larger.  Symmetric and associative in bytes: trees of it need no
+// order.
 FN_DEVICE float fn_max(float a, float b) {
     if (a != a || b != b) return fn_nan();
     if (a == b) return fn_u2f(fn_f2u(a) & fn_f2u(b));

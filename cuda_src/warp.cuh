@@ -1,6 +1,7 @@
-// warp.cuh: exchanges, votes and trees of one full warp.  Every lane of the warp must arrive at the same call; the
-// simulator reports lanes that do not.  Orders: fn_warp_sum and fn_warp_max are the xor tree 16, 8, 4, 2, 1 (every
-// lane gets the same bits, since a + b == b + a); in the simulator each of them is one collective.
+// warp.cuh: exchanges, votes and trees of one full warp.  Every lane of the warp must arrive at the same
+// call; the simulator reports lanes that do not.  Orders: fn_warp_sum and fn_warp_max are the xor tree 16, 8,
+// 4, 2, 1 (every lane gets the same bits, since a + b == b + a); in the simulator each of them is one
+// collective.
 #pragma once
 #include "prelude.cuh"
 
@@ -9,10 +10,22 @@
 #else
 
 // T: a 32- or 64-bit type.  Lanes outside the warp (up, down) keep their own value.
-template <class T> FN_DEVICE T fn_shfl(T v, u32 lane) { return __shfl_sync(0xffffffffu, v, (int)lane); }
-template <class T> FN_DEVICE T fn_shfl_xor(T v, u32 mask) { return __shfl_xor_sync(0xffffffffu, v, (int)mask); }
-template <class T> FN_DEVICE T fn_shfl_up(T v, u32 delta) { return __shfl_up_sync(0xffffffffu, v, delta); }
-template <class T> FN_DEVICE T fn_shfl_down(T v, u32 delta) { return __shfl_down_sync(0xffffffffu, v, delta); }
+template <class T>
+FN_DEVICE T fn_shfl(T v, u32 lane) {
+    return __shfl_sync(0xffffffffu, v, (int)lane);
+}
+template <class T>
+FN_DEVICE T fn_shfl_xor(T v, u32 mask) {
+    return __shfl_xor_sync(0xffffffffu, v, (int)mask);
+}
+template <class T>
+FN_DEVICE T fn_shfl_up(T v, u32 delta) {
+    return __shfl_up_sync(0xffffffffu, v, delta);
+}
+template <class T>
+FN_DEVICE T fn_shfl_down(T v, u32 delta) {
+    return __shfl_down_sync(0xffffffffu, v, delta);
+}
 FN_DEVICE u32 fn_ballot(bool pred) { return __ballot_sync(0xffffffffu, pred); }
 FN_DEVICE bool fn_any(bool pred) { return __any_sync(0xffffffffu, pred) != 0; }
 FN_DEVICE bool fn_all(bool pred) { return __all_sync(0xffffffffu, pred) != 0; }
@@ -43,8 +56,9 @@ FN_DEVICE float fn_warp_sum4(float v) {
     return fn_add(v, __shfl_xor_sync(0xffffffffu, v, 2));
 }
 
-// Hadamard transform of the warp's 128 values, lane l holding elements 4l .. 4l+3: butterflies by index bit 0, 1 (in
-// the lane), then 2 .. 6 (lane xor 1, 2, 4, 8, 16); lower index a + b, upper a - b; at the end times 1/sqrt(128).
+// Hadamard transform of the warp's 128 values, lane l holding elements 4l .. 4l+3: butterflies by index bit
+// 0, 1 (in the lane), then 2 .. 6 (lane xor 1, 2, 4, 8, 16); lower index a + b, upper a - b; at the end times
+// 1/sqrt(128).
 FN_DEVICE void fn_hadamard128(float (&v)[4]) {
     float a = fn_add(v[0], v[1]), b = fn_sub(v[0], v[1]), c = fn_add(v[2], v[3]), d = fn_sub(v[2], v[3]);
     v[0] = fn_add(a, c);

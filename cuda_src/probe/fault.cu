@@ -1,13 +1,16 @@
-// fault: breaks one rule on purpose, so that the simulator's findings can be tested.  Never launched on a GPU.
-// Contract    x (128) u32 r, y (128) u32 w.  mode: 0 nothing wrong, y = x; 1 half a warp waits at a block barrier;
-//             2 a lane exits before a collective of its warp; 3 a warp exits before a block barrier; 4 lanes of a warp
-//             in different collectives; 5 writes past its shared memory; 6 writes x; 7 reads far outside; 8 loads
-//             misaligned; 9 writes y[index]; 10 divides by x[0] (an integer).
+// fault: breaks one rule on purpose, so that the simulator's findings can be tested.  Never launched on a
+// GPU. Contract    x (128) u32 r, y (128) u32 w.  mode: 0 nothing wrong, y = x; 1 half a warp waits at a
+// block barrier;
+//             2 a lane exits before a collective of its warp; 3 a warp exits before a block barrier; 4 lanes
+//             of a warp in different collectives; 5 writes past its shared memory; 6 writes x; 7 reads far
+//             outside; 8 loads misaligned; 9 writes y[index]; 10 divides by x[0] (an integer).
 // Launch      grid (any), block 128, shared FaultShared.
 #include "../warp.cuh"
 
 namespace FN_NAMESPACE {
-struct FaultShared { u32 value[8]; };
+struct FaultShared {
+    u32 value[8];
+};
 }  // namespace FN_NAMESPACE
 
 FN_KERNEL((const u32* x, u32* y, u32 mode, u32 index)) {

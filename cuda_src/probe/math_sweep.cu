@@ -1,5 +1,6 @@
 // math_sweep: one elementary function at every step-th bit pattern, for checks of bytes and errors.
-// Contract    y (n) u32: the bits of f(x_i), x_i the float with the bits start + i * step (f16 and bf16 inputs: its low
+// Contract    y (n) u32: the bits of f(x_i), x_i the float with the bits start + i * step (f16 and bf16
+// inputs: its low
 //             half).  which: index in kernels/probe.py MATH_FUNCTIONS.
 // Launch      grid (any), block 128, grid stride.
 // Arithmetic  none of its own: math.cuh and prelude.cuh.
@@ -7,7 +8,7 @@
 // Reference   check/cases_probe.py.
 #include "../prelude.cuh"
 
-FN_KERNEL((u32* y, u32 which, u32 start, u32 step, u32 n)) {
+FN_KERNEL((u32 * y, u32 which, u32 start, u32 step, u32 n)) {
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
         u32 u = start + i * step;
         float x = fn_u2f(u), r = 0.f;
@@ -30,7 +31,9 @@ FN_KERNEL((u32* y, u32 which, u32 start, u32 step, u32 n)) {
             case 15: r = fn_u32_to_f32(u); break;
             default: break;
         }
-        if (which == 16) y[i] = (u32)fn_f2h(x) | (u32)fn_f2b(x) << 16;
-        else y[i] = fn_f2u(r);
+        if (which == 16)
+            y[i] = (u32)fn_f2h(x) | (u32)fn_f2b(x) << 16;
+        else
+            y[i] = fn_f2u(r);
     }
 }

@@ -1,9 +1,8 @@
 // mma_tiles_f16, mma_tiles_bf16: independent tiles through one mma each.
-// Contract    a (n, 16, 16) u16, b (n, 8, 16) u16 (output column major), c (n, 16, 8) f32 -> d (n, 16, 8) f32: c + a b.
-// Launch      grid (ceil(n/4)), block 128: one warp a tile.  FN_PROBE_BF16: 1 for bf16 operands.
-// Arithmetic  one m16n8k16 step.
-// Equality    same bytes on a GPU and in the simulator set to its generation.
-// Reference   check/mma_model.py.
+// Contract    a (n, 16, 16) u16, b (n, 8, 16) u16 (output column major), c (n, 16, 8) f32 -> d (n, 16, 8)
+// f32: c + a b. Launch      grid (ceil(n/4)), block 128: one warp a tile.  FN_PROBE_BF16: 1 for bf16
+// operands. Arithmetic  one m16n8k16 step. Equality    same bytes on a GPU and in the simulator set to its
+// generation. Reference   check/mma_model.py.
 #include "../mma.cuh"
 
 FN_KERNEL((const u16* a, const u16* b, const float* c, float* d, u32 n)) {

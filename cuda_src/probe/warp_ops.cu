@@ -1,5 +1,6 @@
 // warp_ops: every exchange, vote, tree, ldmatrix and bit tool once, in one warp after the other.
-// Contract    x (128) f32, k (128) u64 -> f (11, 128) f32, u (16, 128) u64, counts (4) u64 (added to, min, max).
+// Contract    x (128) f32, k (128) u64 -> f (11, 128) f32, u (16, 128) u64, counts (4) u64 (added to, min,
+// max).
 //             Rows of f and u: check/cases_probe.py computes each.
 // Launch      grid (1), block 128, shared WarpOpsShared.
 // Arithmetic  fn_warp_sum, fn_warp_sum4, fn_hadamard128 as in warp.cuh; float adds in their orders.
@@ -8,7 +9,9 @@
 #include "../mma.cuh"
 #include "../warp.cuh"
 
-struct WarpOpsShared { u16 rows[4][32][8]; };
+struct WarpOpsShared {
+    u16 rows[4][32][8];
+};
 
 FN_KERNEL((const float* x, const u64* k, float* f, u64* u, u64* counts)) {
     FN_SHARED(WarpOpsShared, shared);

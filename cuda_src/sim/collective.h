@@ -1,5 +1,5 @@
-// collective.h: the simulator's side of warp.cuh and mma.cuh.  The last lane of a warp to arrive does the work of all
-// 32 (sums in the device's order) and releases the others.
+// collective.h: the simulator's side of warp.cuh and mma.cuh.  The last lane of a warp to arrive does the
+// work of all 32 (sums in the device's order) and releases the others.
 #pragma once
 #include "shim.h"
 
@@ -14,7 +14,8 @@ static inline const u64* fn_sim_exchange(u64 v) {
     }
     return w.slot[at];
 }
-template <class T> static inline T fn_sim_shuffle(T v, u32 from) {
+template <class T>
+static inline T fn_sim_shuffle(T v, u32 from) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "32- or 64-bit values only");
     u64 raw = 0;
     memcpy(&raw, &v, sizeof v);
@@ -22,16 +23,22 @@ template <class T> static inline T fn_sim_shuffle(T v, u32 from) {
     memcpy(&v, &raw, sizeof v);
     return v;
 }
-template <class T> static inline T fn_shfl(T v, u32 lane) { return fn_sim_shuffle(v, lane & 31); }
-template <class T> static inline T fn_shfl_xor(T v, u32 mask) {
+template <class T>
+static inline T fn_shfl(T v, u32 lane) {
+    return fn_sim_shuffle(v, lane & 31);
+}
+template <class T>
+static inline T fn_shfl_xor(T v, u32 mask) {
     u32 me = (u32)fnsim::T.current->lane, from = me ^ mask;
     return fn_sim_shuffle(v, from < 32 ? from : me);
 }
-template <class T> static inline T fn_shfl_up(T v, u32 delta) {
+template <class T>
+static inline T fn_shfl_up(T v, u32 delta) {
     u32 me = (u32)fnsim::T.current->lane;
     return fn_sim_shuffle(v, me >= delta ? me - delta : me);
 }
-template <class T> static inline T fn_shfl_down(T v, u32 delta) {
+template <class T>
+static inline T fn_shfl_down(T v, u32 delta) {
     u32 me = (u32)fnsim::T.current->lane;
     return fn_sim_shuffle(v, delta < 32 && me + delta < 32 ? me + delta : me);
 }
@@ -49,9 +56,10 @@ static inline u32 fn_ballot(bool pred) {
 static inline bool fn_any(bool pred) { return fn_ballot(pred) != 0; }
 static inline bool fn_all(bool pred) { return fn_ballot(pred) == 0xffffffffu; }
 
-// Every lane gets finish(slots), computed once.  The result outlives the next collective's arrivals: it is written
-// only when all lanes have arrived there, that is, have read this one.
-template <class Finish> static inline u64 fn_sim_reduce(unsigned op, u64 v, Finish finish) {
+// Every lane gets finish(slots), computed once.  The result outlives the next collective's arrivals: it is
+// written only when all lanes have arrived there, that is, have read this one.
+template <class Finish>
+static inline u64 fn_sim_reduce(unsigned op, u64 v, Finish finish) {
     fnsim::Warp& w = *fnsim::T.warp;
     w.input[fnsim::T.current->lane] = v;
     if (fnsim::warp_arrive(op)) {
@@ -60,7 +68,8 @@ template <class Finish> static inline u64 fn_sim_reduce(unsigned op, u64 v, Fini
     }
     return w.result;
 }
-template <class Combine> static inline float fn_sim_tree(unsigned op, float v, Combine combine) {
+template <class Combine>
+static inline float fn_sim_tree(unsigned op, float v, Combine combine) {
     return fn_u2f((u32)fn_sim_reduce(op, fn_f2u(v), [&](const u64* s) {
         float x[32];
         for (int i = 0; i < 32; i++) x[i] = fn_u2f((u32)s[i]);
@@ -94,9 +103,10 @@ static inline void fn_hadamard128(float (&v)[4]) {
     const int lane = fnsim::T.current->lane;
     for (int i = 0; i < 4; i++) w.values[i][lane] = v[i];
     if (fnsim::warp_arrive(fnsim::OP_HADAMARD)) {
-        float(*x)[32] = w.values;
+        float (*x)[32] = w.values;
         for (int l = 0; l < 32; l++) {
-            const float a = x[0][l] + x[1][l], b = x[0][l] - x[1][l], c = x[2][l] + x[3][l], d = x[2][l] - x[3][l];
+            const float a = x[0][l] + x[1][l], b = x[0][l] - x[1][l], c = x[2][l] + x[3][l],
+                        d = x[2][l] - x[3][l];
             x[0][l] = a + c;
             x[1][l] = b + d;
             x[2][l] = a - c;
@@ -129,10 +139,15 @@ static inline void fn_sim_mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2
     }
     memcpy(d, w.mma_acc[lane], 16);
 }
-static inline void fn_mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { fn_sim_mma(d, a, b, false); }
-static inline void fn_mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { fn_sim_mma(d, a, b, true); }
+static inline void fn_mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    fn_sim_mma(d, a, b, false);
+}
+static inline void fn_mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    fn_sim_mma(d, a, b, true);
+}
 
-// The last lane reads all rows, so that a lane which runs ahead cannot overwrite what a slower one has yet to load.
+// The last lane reads all rows, so that a lane which runs ahead cannot overwrite what a slower one has yet to
+// load.
 static inline void fn_sim_ldmatrix(u32 (&r)[4], const void* smem, bool transposed) {
     fnsim::Warp& w = *fnsim::T.warp;
     const int lane = fnsim::T.current->lane;
@@ -144,7 +159,8 @@ static inline void fn_sim_ldmatrix(u32 (&r)[4], const void* smem, bool transpose
             for (int row = 0; row < 8; row++) memcpy(m[row], (const void*)(size_t)w.input[8 * i + row], 16);
             for (int l = 0; l < 32; l++) {
                 const int g = l >> 2, t = 2 * (l & 3);
-                const u32 word = transposed ? fn_pack_h2(m[t][g], m[t + 1][g]) : fn_pack_h2(m[g][t], m[g][t + 1]);
+                const u32 word =
+                    transposed ? fn_pack_h2(m[t][g], m[t + 1][g]) : fn_pack_h2(m[g][t], m[g][t + 1]);
                 memcpy(&w.values[i][l], &word, 4);
             }
         }

@@ -1,5 +1,5 @@
-// device.cpp: initialisation, device facts, contexts, and the table behind cuGetProcAddress.  Settings are taken by
-// fnsim_set; handles, the entry lock and the counters live here.
+// device.cpp: initialisation, device facts, contexts, and the table behind cuGetProcAddress.  Settings are
+// taken by fnsim_set; handles, the entry lock and the counters live here.
 #include <algorithm>
 #include <cstdio>
 #include <mutex>
@@ -36,8 +36,8 @@ bool is_device(int d) { return d >= 0 && (u64)d < settings.n_devices; }
 // calls that a context with a sticky error still answers
 bool usable_when_broken(const char* name) {
     static const std::set<std::string> names = {
-        "cuCtxDestroy", "cuCtxPopCurrent", "cuCtxPushCurrent", "cuCtxSetCurrent", "cuCtxGetCurrent", "cuCtxGetDevice",
-        "cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxGetState"};
+        "cuCtxDestroy",    "cuCtxPopCurrent", "cuCtxPushCurrent",          "cuCtxSetCurrent",
+        "cuCtxGetCurrent", "cuCtxGetDevice",  "cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxGetState"};
     return names.count(name) != 0;
 }
 
@@ -53,7 +53,8 @@ Result make_context(u64* out, int device, bool primary) {
     return OK;
 }
 
-template <class T> void erase_of(std::map<u64, std::unique_ptr<T>>& in, Context* c) {
+template <class T>
+void erase_of(std::map<u64, std::unique_ptr<T>>& in, Context* c) {
     for (auto i = in.begin(); i != in.end();) i = i->second->context == c ? in.erase(i) : std::next(i);
 }
 Result destroy_context(u64 id) {
@@ -103,7 +104,7 @@ Result enter(EntryPoint& e) {
 }
 void leave(EntryPoint&, Result) { lock.unlock(); }
 
-// ---- devices ---------------------------------------------------------------------------------------------------------
+// ---- devices ----
 ENTRY(cuInit, ALWAYS, (unsigned flags)) {
     if (flags) return INVALID_VALUE;
     set_mma_generation((unsigned)settings.generation);
@@ -135,7 +136,7 @@ ENTRY(cuDeviceGetUuid, INITIALIZED, (unsigned char* out, int device)) {
     out[15] = (unsigned char)device;
     return OK;
 }
-ENTRY(cuDeviceTotalMem, INITIALIZED, (size_t * out, int device)) {
+ENTRY(cuDeviceTotalMem, INITIALIZED, (size_t* out, int device)) {
     if (!is_device(device)) return INVALID_DEVICE;
     *out = settings.memory_bytes;
     return OK;
@@ -152,35 +153,32 @@ ENTRY(cuDeviceCanAccessPeer, INITIALIZED, (int* out, int device, int peer)) {
 }
 ENTRY(cuDeviceGetAttribute, INITIALIZED, (int* out, int attribute, int device)) {
     if (!is_device(device)) return INVALID_DEVICE;
-    static const std::map<int, int> facts = {  // CUdevice_attribute
-        {1, 1024},    // threads a block
-        {2, 1024},   {3, 1024},  {4, 64},  {5, 0x7fffffff}, {6, 65535}, {7, 65535},
-        {8, 49152},   // static shared memory a block
-        {9, 65536},   // constant memory
-        {10, 32},     // warp
-        {11, 0x7fffffff},
-        {12, 65536},  // registers a block
-        {13, 1980000}, {14, 512},
-        {17, 0},      // no run time limit
-        {18, 0},      // not integrated
-        {19, 1},      // can map host memory
-        {20, 0},      // compute mode: default
-        {31, 1},      // concurrent kernels
-        {33, 1},      // PCI bus id: device + 1, below
-        {36, 2619000}, {37, 6144},
-        {38, 50 << 20},  // L2
-        {39, 2048},   // threads an SM
-        {40, 3},      // copy engines
-        {41, 1},      // unified addressing
-        {78, 1},      // stream priorities
-        {81, 233472}, {82, 65536},  // shared memory and registers an SM
-        {83, 0}, {84, 0},  // managed memory, multi-GPU board
-        {88, 0},      // no pageable access
-        {91, 1},      // host pointers of registered memory
-        {95, 1}, {96, 1},
-        {97, 232448}, // opt-in shared memory a block
-        {106, 32},    // blocks an SM
-        {111, 1024},  // reserved shared memory a block
+    static const std::map<int, int> facts = {
+        // CUdevice_attribute
+        {1, 1024},  // threads a block
+        {2, 1024},        {3, 1024},   {4, 64},        {5, 0x7fffffff},
+        {6, 65535},       {7, 65535},  {8, 49152},      // static shared memory a block
+        {9, 65536},                                     // constant memory
+        {10, 32},                                       // warp
+        {11, 0x7fffffff}, {12, 65536},                  // registers a block
+        {13, 1980000},    {14, 512},   {17, 0},         // no run time limit
+        {18, 0},                                        // not integrated
+        {19, 1},                                        // can map host memory
+        {20, 0},                                        // compute mode: default
+        {31, 1},                                        // concurrent kernels
+        {33, 1},                                        // PCI bus id: device + 1, below
+        {36, 2619000},    {37, 6144},  {38, 50 << 20},  // L2
+        {39, 2048},                                     // threads an SM
+        {40, 3},                                        // copy engines
+        {41, 1},                                        // unified addressing
+        {78, 1},                                        // stream priorities
+        {81, 233472},     {82, 65536},                  // shared memory and registers an SM
+        {83, 0},          {84, 0},                      // managed memory, multi-GPU board
+        {88, 0},                                        // no pageable access
+        {91, 1},                                        // host pointers of registered memory
+        {95, 1},          {96, 1},     {97, 232448},    // opt-in shared memory a block
+        {106, 32},                                      // blocks an SM
+        {111, 1024},                                    // reserved shared memory a block
         {115, 0},
     };
     switch (attribute) {
@@ -195,7 +193,7 @@ ENTRY(cuDeviceGetAttribute, INITIALIZED, (int* out, int attribute, int device)) 
     return OK;
 }
 
-// ---- contexts --------------------------------------------------------------------------------------------------------
+// ---- contexts ----
 static Result create_and_push(u64* out, int device) {
     if (!out) return INVALID_VALUE;
     if (!is_device(device)) return INVALID_DEVICE;
@@ -251,7 +249,8 @@ ENTRY(cuCtxEnablePeerAccess, CURRENT, (u64 peer, unsigned flags)) {
     Context *c = current_context(), *p = find_context(peer);
     if (!p) return INVALID_CONTEXT;
     if (flags) return INVALID_VALUE;
-    if (p->device == c->device) return finding(INVALID_DEVICE, "peer access of device %d to itself", c->device);
+    if (p->device == c->device)
+        return finding(INVALID_DEVICE, "peer access of device %d to itself", c->device);
     for (u64 have : c->peers)
         if (have == peer) return PEER_ALREADY;
     c->peers.push_back(peer);
@@ -276,7 +275,8 @@ ENTRY(cuDevicePrimaryCtxRetain, INITIALIZED, (u64 * out, int device)) {
 }
 ENTRY(cuDevicePrimaryCtxRelease, INITIALIZED, (int device)) {
     if (!is_device(device)) return INVALID_DEVICE;
-    if (!world.primary_uses[device]) return finding(INVALID_CONTEXT, "primary context of device %d released too often", device);
+    if (!world.primary_uses[device])
+        return finding(INVALID_CONTEXT, "primary context of device %d released too often", device);
     if (--world.primary_uses[device]) return OK;
     const u64 id = world.primary[device];
     world.primary[device] = 0;
@@ -305,7 +305,8 @@ using namespace fnsim;
 FN_EXPORT Result cuGetProcAddress_v2(const char* name, void** out, int version, u64, int* status) {
     const EntryPoint* best = nullptr;
     for (const EntryPoint* e = entry_points(); e; e = e->next)
-        if (!strcmp(e->name, name) && e->version <= version && (!best || e->version > best->version)) best = e;
+        if (!strcmp(e->name, name) && e->version <= version && (!best || e->version > best->version))
+            best = e;
     *out = best ? best->address : nullptr;
     if (status) *status = best ? 0 : 1;
     return best ? OK : NOT_FOUND;

@@ -1,5 +1,5 @@
-// executor.cpp: runs launches.  Owns fiber stacks, block scheduling, barriers, collectives, and the handlers that turn
-// a fault inside a kernel into a launch failure.  Called by stream.cpp only.
+// executor.cpp: runs launches.  Owns fiber stacks, block scheduling, barriers, collectives, and the handlers
+// that turn a fault inside a kernel into a launch failure.  Called by stream.cpp only.
 #include "runtime.h"
 
 #include <signal.h>
@@ -30,7 +30,7 @@ constexpr size_t kStackBytes = 64 << 10;
 constexpr int kMaxThreads = 1024;
 constexpr size_t kSharedBytes = 48 << 10, kSharedGuard = 256;
 
-// ---- context switch -----------------------------------------------------------------------------------------------
+// ---- context switch ----
 #ifdef FN_SIM_UCONTEXT
 void switch_to(void** save, void* to) {
     ucontext_t here;
@@ -64,8 +64,8 @@ fnsim_switch:
 inline void switch_to(void** save, void* to) { fnsim_switch(save, to); }
 #endif
 
-// Per host thread: stacks, fibers, warps, shared memory.  made: fibers whose stack is set up; a fiber stays in
-// fiber_main between blocks, so a block costs one switch a thread and no set-up.
+// Per host thread: stacks, fibers, warps, shared memory.  made: fibers whose stack is set up; a fiber stays
+// in fiber_main between blocks, so a block costs one switch a thread and no set-up.
 struct Bench {
     unsigned char *stacks, *shared;
     Fiber* fibers;
@@ -94,8 +94,8 @@ thread_local void** arguments __attribute__((tls_model("initial-exec")));
 // Leaves the block from inside a fiber.  The stacks are given up and rebuilt by the next block.
 [[noreturn]] void fail(const char* what) {
     const Dim& b = T.block;
-    snprintf(bench->text, sizeof bench->text, "kernel %s block (%u,%u,%u) thread %d: %s", kernel->name, b.x, b.y, b.z,
-             T.current->tid, what);
+    snprintf(bench->text, sizeof bench->text, "kernel %s block (%u,%u,%u) thread %d: %s", kernel->name, b.x,
+             b.y, b.z, T.current->tid, what);
     T.failed = true;
     void* nowhere;
     switch_to(&nowhere, T.host_context);
@@ -149,12 +149,14 @@ inline void resume(Fiber* f) {
     for (int i = 0; i < T.n_warps; i++)
         if (unsigned got = T.warps[i].arrived) {
             snprintf(what, sizeof what,
-                     "deadlock: %d of %d threads wait at a block barrier while warp %d has only lanes %08x in a warp "
+                     "deadlock: %d of %d threads wait at a block barrier while warp %d has only lanes %08x "
+                     "in a warp "
                      "collective (op %u)",
                      T.at_barrier, T.n_threads, i, got, T.warps[i].op);
             fail(what);
         }
-    snprintf(what, sizeof what, "deadlock: %d of %d threads wait at a block barrier", T.at_barrier, T.n_threads);
+    snprintf(what, sizeof what, "deadlock: %d of %d threads wait at a block barrier", T.at_barrier,
+             T.n_threads);
     fail(what);
 }
 inline void wait() {
@@ -248,7 +250,7 @@ void run_block(Bench& b, Dim at) {
     if (T.failed) b.made = 0;
 }
 
-// ---- faults inside kernels -----------------------------------------------------------------------------------------
+// ---- faults inside kernels ----
 struct sigaction previous[65];
 
 void on_fault(int sig, siginfo_t* info, void* context) {
@@ -291,11 +293,12 @@ void install_fault_handlers() {
 
 }  // namespace
 
-// ---- called from kernel text ---------------------------------------------------------------------------------------
+// ---- called from kernel text ----
 void block_barrier() {
     if (T.alive != T.n_threads) fail("block barrier after a thread of the block has exited");
     if (T.warp->arrived) {
-        // lanes of this warp wait in a collective that the caller skipped: only the deadlock report can tell how many
+        // lanes of this warp wait in a collective that the caller skipped: only the deadlock report can tell
+        // how many
     }
     if (++T.at_barrier == T.n_threads) {
         T.at_barrier = 0;
@@ -330,8 +333,9 @@ void misaligned(const void* address, size_t size_bytes) {
     fail(what);
 }
 
-// ---- launch --------------------------------------------------------------------------------------------------------
-bool launch(const Kernel& k, Dim grid, void** args, u64 seed, unsigned n_workers, char* text, size_t text_bytes) {
+// ---- launch ----
+bool launch(const Kernel& k, Dim grid, void** args, u64 seed, unsigned n_workers, char* text,
+            size_t text_bytes) {
     install_fault_handlers();
     const u64 n_blocks = (u64)grid.x * grid.y * grid.z;
     // shuffled block order: a walk with an odd-ish stride that has no factor in common with the count
@@ -339,8 +343,12 @@ bool launch(const Kernel& k, Dim grid, void** args, u64 seed, unsigned n_workers
     if (seed && n_blocks > 1) {
         start = mix(seed) % n_blocks;
         stride = 1 + mix(seed + 1) % (n_blocks - 1);
-        for (u64 a = stride, c = n_blocks; ; ) {
-            while (c) { u64 r = a % c; a = c; c = r; }
+        for (u64 a = stride, c = n_blocks;;) {
+            while (c) {
+                u64 r = a % c;
+                a = c;
+                c = r;
+            }
             if (a == 1) break;
             a = ++stride;
             c = n_blocks;

@@ -1,5 +1,5 @@
-// graph.cpp: graphs and their executables.  A graph is the list of work a capture recorded; an executable is a copy of
-// it.  Replay runs the nodes in an order that respects the edges, shuffled by the seed.
+// graph.cpp: captures, graphs and their executables.  A graph is the list of work a capture recorded; an executable is
+// a copy of it.  Replay runs the nodes in an order that respects the edges, shuffled by the seed.
 #include <algorithm>
 #include <cstdio>
 
@@ -9,7 +9,8 @@ namespace fnsim {
 
 namespace {
 
-template <class T> T* find(std::map<u64, std::unique_ptr<T>>& in, u64 handle, const char* what) {
+template <class T>
+T* find(std::map<u64, std::unique_ptr<T>>& in, u64 handle, const char* what) {
     auto i = in.find(handle);
     if (i != in.end()) return i->second.get();
     finding(INVALID_HANDLE, "%s %#llx is closed or was never opened", what, handle);
@@ -48,7 +49,8 @@ Result set_params(Work& w, const KernelNodeParams& p) {
     if (p.function && p.function != w.function)
         return finding(INVALID_VALUE, "the node keeps its kernel %s", w.kernel->name);
     if (p.block[0] != w.kernel->block || p.block[1] != 1 || p.block[2] != 1 || p.shared_bytes || !p.params)
-        return finding(INVALID_VALUE, "kernel %s: block must stay (%u,1,1) without dynamic shared memory", w.kernel->name, w.kernel->block);
+        return finding(INVALID_VALUE, "kernel %s: block must stay (%u,1,1) without dynamic shared memory",
+                       w.kernel->name, w.kernel->block);
     w.grid = Dim{p.grid[0], p.grid[1], p.grid[2]};
     for (size_t i = 0; i < w.args.size(); i++) {
         w.args[i] = 0;
@@ -103,10 +105,13 @@ std::string captured_by(u64 base, u64 size) {
     for (auto& i : world.execs)
         for (size_t n = 0; n < i.second->plan->nodes.size(); n++) {
             const Work& w = i.second->plan->nodes[n].work;
-            bool hit = (w.kind == Work::COPY && (inside(w.to) || inside(w.from))) || (w.kind == Work::FILL && inside(w.to));
-            for (size_t a = 0; w.kind == Work::KERNEL && a < w.args.size(); a++) hit |= w.kernel->kinds[a] == 'p' && inside(w.args[a]);
+            bool hit = (w.kind == Work::COPY && (inside(w.to) || inside(w.from))) ||
+                       (w.kind == Work::FILL && inside(w.to));
+            for (size_t a = 0; w.kind == Work::KERNEL && a < w.args.size(); a++)
+                hit |= w.kernel->kinds[a] == 'p' && inside(w.args[a]);
             if (!hit) continue;
-            snprintf(text, sizeof text, "node %zu (%s) of live graph executable %#llx", n, w.kind == Work::KERNEL ? w.kernel->name : "copy or fill", i.first);
+            snprintf(text, sizeof text, "node %zu (%s) of live graph executable %#llx", n,
+                     w.kind == Work::KERNEL ? w.kernel->name : "copy or fill", i.first);
             return text;
         }
     return "";
@@ -164,12 +169,22 @@ ENTRY(cuGraphKernelNodeGetParams, CURRENT, (u64 node, KernelNodeParams* out)) {
     const Work& w = n->work;
     n->pointers.clear();  // the array lives as long as the node
     for (const u64& a : w.args) n->pointers.push_back((void*)&a);
-    *out = KernelNodeParams{w.function, {w.grid.x, w.grid.y, w.grid.z}, {w.kernel->block, 1, 1}, 0, n->pointers.data(), nullptr, 0, 0};
+    *out = KernelNodeParams{w.function,
+                            {w.grid.x, w.grid.y, w.grid.z},
+                            {w.kernel->block, 1, 1},
+                            0,
+                            n->pointers.data(),
+                            nullptr,
+                            0,
+                            0};
     return OK;
 }
 ENTRY(cuGraphInstantiate, CURRENT, (u64 * out, u64 graph, u64)) { return instantiate(out, graph); }
 ENTRY(cuGraphInstantiateWithFlags, CURRENT, (u64 * out, u64 graph, u64)) { return instantiate(out, graph); }
-struct InstantiateParams { u64 flags, upload_stream, error_node; int result; };
+struct InstantiateParams {
+    u64 flags, upload_stream, error_node;
+    int result;
+};
 ENTRY(cuGraphInstantiateWithParams, CURRENT, (u64 * out, u64 graph, InstantiateParams* p)) {
     p->result = 0;
     p->error_node = 0;
@@ -203,9 +218,13 @@ ENTRY(cuGraphExecKernelNodeSetParams, CURRENT, (u64 exec, u64 node, const Kernel
             x->plan = plan;
             return OK;
         }
-    return finding(INVALID_VALUE, "node %#llx is not in the graph that executable %#llx was made from", node, exec);
+    return finding(INVALID_VALUE, "node %#llx is not in the graph that executable %#llx was made from", node,
+                   exec);
 }
-struct UpdateResult { int result; u64 node, from; };
+struct UpdateResult {
+    int result;
+    u64 node, from;
+};
 ENTRY(cuGraphExecUpdate, CURRENT, (u64 exec, u64 graph, UpdateResult* out)) {
     Exec* x = find(world.execs, exec, "graph executable");
     Graph* g = find(world.graphs, graph, "graph");
@@ -214,17 +233,24 @@ ENTRY(cuGraphExecUpdate, CURRENT, (u64 exec, u64 graph, UpdateResult* out)) {
     *out = UpdateResult{0, 0, 0};
     int why = a.size() == b.size() ? 0 : 2;  // CUgraphExecUpdateResult: 2 topology, 3 node type, 4 function
     for (size_t i = 0; !why && i < a.size(); i++) {
-        if (a[i].after != b[i].after) why = 2;
-        else if (a[i].work.kind != b[i].work.kind) why = 3;
-        else if (a[i].work.function != b[i].work.function) why = 4;
+        if (a[i].after != b[i].after)
+            why = 2;
+        else if (a[i].work.kind != b[i].work.kind)
+            why = 3;
+        else if (a[i].work.function != b[i].work.function)
+            why = 4;
         if (why) out->node = b[i].id;
     }
     if (why) {
         out->result = why;
-        return finding(GRAPH_UPDATE_FAILURE, "graph %#llx differs from executable %#llx in %s", graph, exec, why == 2 ? "topology" : why == 3 ? "a node's type" : "a node's kernel");
+        return finding(GRAPH_UPDATE_FAILURE, "graph %#llx differs from executable %#llx in %s", graph, exec,
+                       why == 2   ? "topology"
+                       : why == 3 ? "a node's type"
+                                  : "a node's kernel");
     }
     std::shared_ptr<Plan> plan = copy_plan(*g->plan);
-    for (size_t i = 0; i < b.size(); i++) plan->nodes[i].id = a[i].id;  // the executable keeps the names of its first graph
+    for (size_t i = 0; i < b.size(); i++)
+        plan->nodes[i].id = a[i].id;  // the executable keeps the names of its first graph
     x->plan = plan;
     return OK;
 }
@@ -241,13 +267,93 @@ ENTRY(cuGraphDebugDotPrint, CURRENT, (u64 graph, const char* path, unsigned)) {
     fprintf(f, "digraph dot {\n");
     for (size_t i = 0; i < g->plan->nodes.size(); i++) {
         const Work& w = g->plan->nodes[i].work;
-        const char* label = w.kind == Work::KERNEL ? w.kernel->name : w.kind == Work::COPY ? "MEMCPY" : "MEMSET";
+        const char* label = w.kind == Work::KERNEL ? w.kernel->name
+                            : w.kind == Work::COPY ? "MEMCPY"
+                                                   : "MEMSET";
         fprintf(f, "\"node_%zu\" [shape=\"box\", label=\"%zu\\n%s\"];\n", i, i, label);
     }
     for (size_t i = 0; i < g->plan->nodes.size(); i++)
         for (size_t j : g->plan->nodes[i].after) fprintf(f, "\"node_%zu\" -> \"node_%zu\";\n", j, i);
     fprintf(f, "}\n");
     fclose(f);
+    return OK;
+}
+
+// ---- capture ----
+ENTRY(cuStreamBeginCapture, CURRENT, (u64 stream, int mode)) {
+    Stream* s = find_stream(stream);
+    if (!s) return INVALID_HANDLE;
+    if (mode < 0 || mode > 2) return INVALID_VALUE;
+    if (s == &s->context->legacy) return finding(CAPTURE_UNSUPPORTED, "the legacy stream cannot capture");
+    if (s->capture) return finding(ILLEGAL_STATE, "stream %#llx is capturing already", stream);
+    auto c = std::make_shared<Capture>();
+    c->id = new_handle(GRAPH);
+    c->origin = stream;
+    c->mode = mode;
+    c->thread = this_thread();
+    world.captures[c->id] = c;
+    s->capture = c;
+    s->frontier.clear();
+    return OK;
+}
+ENTRY(cuStreamEndCapture, CURRENT, (u64 stream, u64* out)) {
+    Stream* s = find_stream(stream);
+    if (!s) return INVALID_HANDLE;
+    *out = 0;
+    if (!s->capture) return finding(ILLEGAL_STATE, "stream %#llx is not capturing", stream);
+    std::shared_ptr<Capture> c = s->capture;
+    if (c->origin != stream) {
+        c->valid = false;
+        return finding(CAPTURE_UNMATCHED, "capture of stream %#llx ended on stream %#llx", c->origin, stream);
+    }
+    if (c->mode != 2 && c->thread != this_thread())
+        return finding(CAPTURE_WRONG_THREAD, "capture ended by another thread");
+    std::vector<char> reached(c->plan->nodes.size(), 0);
+    for (size_t n : s->frontier) reached[n] = 1;
+    for (size_t n = reached.size(); n--;)
+        if (reached[n])
+            for (size_t m : c->plan->nodes[n].after) reached[m] = 1;
+    u64 unjoined = 0;
+    for (auto& i : world.contexts)
+        for (auto& t : i.second->streams)
+            if (t.second.capture == c) {
+                for (size_t n : t.second.frontier)
+                    if (!reached[n]) unjoined = t.first;
+                t.second.capture.reset();
+                t.second.frontier.clear();
+            }
+    world.captures.erase(c->id);
+    if (!c->valid) return CAPTURE_INVALIDATED;
+    if (unjoined)
+        return finding(CAPTURE_UNJOINED, "stream %#llx joined the capture and was not joined back", unjoined);
+    auto g = std::make_unique<Graph>();
+    g->id = new_handle(GRAPH);
+    g->plan = c->plan;
+    *out = g->id;
+    world.graphs[g->id] = std::move(g);
+    return OK;
+}
+static int capture_status(const Stream& s) { return !s.capture ? 0 : s.capture->valid ? 1 : 2; }
+ENTRY(cuStreamIsCapturing, CURRENT, (u64 stream, int* out)) {
+    Stream* s = find_stream(stream);
+    if (!s) return INVALID_HANDLE;
+    *out = capture_status(*s);
+    return OK;
+}
+ENTRY(cuStreamGetCaptureInfo, CURRENT,
+      (u64 stream, int* status, u64* id, u64* graph, const u64** nodes, const void** edges, size_t* n)) {
+    Stream* s = find_stream(stream);
+    if (!s) return INVALID_HANDLE;
+    static std::vector<u64> ids;
+    ids.clear();
+    *status = capture_status(*s);
+    if (s->capture)
+        for (size_t i : s->frontier) ids.push_back(s->capture->plan->nodes[i].id);
+    if (id) *id = s->capture ? s->capture->id : 0;
+    if (graph) *graph = 0;  // the graph under construction has no handle here
+    if (nodes) *nodes = ids.data();
+    if (edges) *edges = nullptr;
+    if (n) *n = ids.size();
     return OK;
 }
 

@@ -1,6 +1,7 @@
-// memory.cpp: device, pinned and registered memory.  Each allocation has pages of its own: one without access before
-// and after it, 0xff (NaN) inside, a pattern from its end to the end of its page that is checked at free.  Freed
-// ranges stay reserved without access for a while, so a kernel or copy that touches them is named.
+// memory.cpp: device, pinned and registered memory.  Each allocation has pages of its own: one without access
+// before and after it, 0xff (NaN) inside, a pattern from its end to the end of its page that is checked at
+// free.  Freed ranges stay reserved without access for a while, so a kernel or copy that touches them is
+// named.
 #include <sys/mman.h>
 
 #include <cstdio>
@@ -13,11 +14,12 @@ namespace {
 
 constexpr u64 kPage = 4096, kMiB = 1 << 20;
 constexpr unsigned char kGuard = 0xa5;
-constexpr size_t kRemembered = 4096;             // freed ranges kept without access
-constexpr u64 kPoisonLimit = (u64)1 << 30;       // larger allocations stay zero pages: poison would cost their memory
+constexpr size_t kRemembered = 4096;  // freed ranges kept without access
+constexpr u64 kPoisonLimit =
+    (u64)1 << 30;  // larger allocations stay zero pages: poison would cost their memory
 
-std::map<u64, Allocation> live;                  // by base
-std::map<u64, Allocation> freed;                 // by base
+std::map<u64, Allocation> live;   // by base
+std::map<u64, Allocation> freed;  // by base
 std::deque<u64> freed_order;
 u64 used[8], serials;
 
@@ -48,7 +50,8 @@ Result allocate(u64* out, u64 n, Allocation::Kind kind, unsigned flags) {
     if (n <= kPoisonLimit) memset((void*)(size_t)base, 0xff, n);
     memset((void*)(size_t)(base + n), kGuard, body - n);
     used[c->device] += charged;
-    live[base] = Allocation{kind, base, n, charged, c->id, ++serials, c->device, flags, (u64)(size_t)at, whole};
+    live[base] =
+        Allocation{kind, base, n, charged, c->id, ++serials, c->device, flags, (u64)(size_t)at, whole};
     *out = base;
     return OK;
 }
@@ -64,7 +67,8 @@ u64 guard_damage(const Allocation& a) {
 }
 
 void remember(const Allocation& a) {
-    mmap((void*)(size_t)a.map_base, a.map_size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    mmap((void*)(size_t)a.map_base, a.map_size, PROT_NONE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     freed[a.base] = a;
     freed_order.push_back(a.base);
     while (freed_order.size() > kRemembered) {
@@ -88,7 +92,8 @@ Allocation* find_allocation(u64 address) { return const_cast<Allocation*>(find_i
 
 void describe_address(u64 address, char* text, size_t text_bytes) {
     if (const Allocation* a = find_in(live, address, 0)) {
-        snprintf(text, text_bytes, "byte %llu of live %s allocation %llu", address - a->base, kind_name(*a), a->serial);
+        snprintf(text, text_bytes, "byte %llu of live %s allocation %llu", address - a->base, kind_name(*a),
+                 a->serial);
     } else if (const Allocation* a = find_in(live, address, 2 * kPage)) {
         snprintf(text, text_bytes, "%llu bytes past the end of %s allocation %llu of %llu bytes",
                  address - a->base - a->size, kind_name(*a), a->serial, a->size);
@@ -114,9 +119,11 @@ Result check_range(u64 address, u64 size, const char* what) {
     return finding(INVALID_VALUE, "%s: %llu bytes at %#llx: %s", what, size, address, where);
 }
 
-bool is_host(u64 address) {
-    const Allocation* a = find_in(live, address, 0);
-    return !a || a->kind != Allocation::DEVICE;
+Result check_any(u64 address, u64 size, const char* what) {
+    const Allocation* near =
+        find_in(live, address, kPage);  // memory of ours, or the page without access behind it
+    const bool ours = near && (near->kind != Allocation::REGISTERED || address < near->base + near->size);
+    return ours || find_in(freed, address, kPage) ? check_range(address, size, what) : OK;
 }
 bool is_pageable(u64 address) { return !find_in(live, address, 0); }
 u64 device_used(int device) { return used[device]; }
@@ -133,21 +140,23 @@ Result free_allocation(u64 base, bool in_teardown) {
     if (i == live.end()) {
         char where[200];
         describe_address(base, where, sizeof where);
-        return finding(INVALID_VALUE, "%s of %#llx: %s", freed.count(base) ? "double free" : "free", base, where);
+        return finding(INVALID_VALUE, "%s of %#llx: %s", freed.count(base) ? "double free" : "free", base,
+                       where);
     }
     const Allocation a = i->second;
     if (!in_teardown) {
         const std::string user = captured_by(a.base, a.size);
         if (!user.empty())
-            return finding(INVALID_VALUE, "free of %s allocation %llu (%llu bytes): %s captured it", kind_name(a),
-                           a.serial, a.size, user.c_str());
+            return finding(INVALID_VALUE, "free of %s allocation %llu (%llu bytes): %s captured it",
+                           kind_name(a), a.serial, a.size, user.c_str());
     }
     const u64 damage = guard_damage(a);
     used[a.device] -= a.charged;
     live.erase(i);
     if (a.kind != Allocation::REGISTERED) remember(a);
     if (damage)
-        return finding(ILLEGAL_ADDRESS, "guard of %s allocation %llu (%llu bytes) was written, up to %llu bytes past its end",
+        return finding(ILLEGAL_ADDRESS,
+                       "guard of %s allocation %llu (%llu bytes) was written, up to %llu bytes past its end",
                        kind_name(a), a.serial, a.size, damage);
     return OK;
 }
@@ -162,8 +171,8 @@ Result free_context_memory(u64 context) {
     return worst;
 }
 
-// ---- entry points --------------------------------------------------------------------------------------------------
-ENTRY(cuMemAlloc, CURRENT, (u64* out, size_t n)) {
+// ---- entry points ----
+ENTRY(cuMemAlloc, CURRENT, (u64 * out, size_t n)) {
     if (Result r = refuse_while_capturing("cuMemAlloc")) return r;
     return allocate(out, n, Allocation::DEVICE, 0);
 }
@@ -171,12 +180,13 @@ ENTRY(cuMemFree, CURRENT, (u64 base)) {
     if (!base) return OK;
     if (Result r = refuse_while_capturing("cuMemFree")) return r;
     Allocation* a = find_allocation(base);
-    if (a && a->kind != Allocation::DEVICE) return finding(INVALID_VALUE, "cuMemFree of %s memory", kind_name(*a));
+    if (a && a->kind != Allocation::DEVICE)
+        return finding(INVALID_VALUE, "cuMemFree of %s memory", kind_name(*a));
     if (a && world.contexts.count(a->context))
         if (Result r = drain_context(*world.contexts[a->context])) return r;
     return free_allocation(base, false);
 }
-ENTRY(cuMemGetInfo, CURRENT, (size_t * free_bytes, size_t* total_bytes)) {
+ENTRY(cuMemGetInfo, CURRENT, (size_t* free_bytes, size_t* total_bytes)) {
     const u64 in_use = device_used(current_context()->device);
     *free_bytes = settings.memory_bytes - in_use;
     *total_bytes = settings.memory_bytes;
@@ -192,12 +202,13 @@ ENTRY(cuMemHostAlloc, CURRENT, (void** out, size_t n, unsigned flags)) {
 ENTRY(cuMemFreeHost, CURRENT, (void* p)) {
     if (Result r = refuse_while_capturing("cuMemFreeHost")) return r;
     Allocation* a = find_allocation((u64)(size_t)p);
-    if (a && a->kind != Allocation::PINNED) return finding(INVALID_VALUE, "cuMemFreeHost of %s memory", kind_name(*a));
+    if (a && a->kind != Allocation::PINNED)
+        return finding(INVALID_VALUE, "cuMemFreeHost of %s memory", kind_name(*a));
     if (a && world.contexts.count(a->context))
         if (Result r = drain_context(*world.contexts[a->context])) return r;
     return free_allocation((u64)(size_t)p, false);
 }
-ENTRY(cuMemHostGetDevicePointer, CURRENT, (u64* out, void* p, unsigned)) {
+ENTRY(cuMemHostGetDevicePointer, CURRENT, (u64 * out, void* p, unsigned)) {
     Allocation* a = find_allocation((u64)(size_t)p);
     if (!a || a->kind == Allocation::DEVICE) return finding(INVALID_VALUE, "%p is not pinned host memory", p);
     *out = (u64)(size_t)p;
@@ -226,19 +237,19 @@ Result pointer_attribute(void* out, int attribute, u64 address) {
     const Allocation* a = find_allocation(address);
     if (!a) return INVALID_VALUE;
     switch (attribute) {
-        case 1: *(u64*)out = a->context; return OK;                                       // context
-        case 2: *(unsigned*)out = a->kind == Allocation::DEVICE ? 2u : 1u; return OK;      // memory type
-        case 3: *(u64*)out = address; return OK;                                          // device pointer
-        case 4:                                                                           // host pointer
+        case 1: *(u64*)out = a->context; return OK;                                    // context
+        case 2: *(unsigned*)out = a->kind == Allocation::DEVICE ? 2u : 1u; return OK;  // memory type
+        case 3: *(u64*)out = address; return OK;                                       // device pointer
+        case 4:                                                                        // host pointer
             if (a->kind == Allocation::DEVICE) return INVALID_VALUE;
             *(u64*)out = address;
             return OK;
-        case 7: *(u64*)out = a->serial; return OK;                                        // buffer id
-        case 8: *(unsigned*)out = 0; return OK;                                           // managed
-        case 9: *(int*)out = a->device; return OK;                                        // device ordinal
-        case 11: *(u64*)out = a->base; return OK;                                         // range start
-        case 12: *(size_t*)out = a->size; return OK;                                      // range size
-        case 13: *(unsigned*)out = 1; return OK;                                          // mapped
+        case 7: *(u64*)out = a->serial; return OK;    // buffer id
+        case 8: *(unsigned*)out = 0; return OK;       // managed
+        case 9: *(int*)out = a->device; return OK;    // device ordinal
+        case 11: *(u64*)out = a->base; return OK;     // range start
+        case 12: *(size_t*)out = a->size; return OK;  // range size
+        case 13: *(unsigned*)out = 1; return OK;      // mapped
         default: return INVALID_VALUE;
     }
 }
@@ -248,7 +259,8 @@ ENTRY(cuPointerGetAttribute, INITIALIZED, (void* out, int attribute, u64 address
 }
 ENTRY(cuPointerGetAttributes, INITIALIZED, (unsigned n, int* attributes, void** out, u64 address)) {
     for (unsigned i = 0; i < n; i++)
-        if (pointer_attribute(out[i], attributes[i], address)) memset(out[i], 0, attributes[i] == 2 || attributes[i] == 9 ? 4 : 8);
+        if (pointer_attribute(out[i], attributes[i], address))
+            memset(out[i], 0, attributes[i] == 2 || attributes[i] == 9 ? 4 : 8);
     return OK;
 }
 

@@ -1,10 +1,11 @@
 // mma.cpp: the bits of mma.sync.m16n8k16 with f16 or bf16 inputs and an f32 accumulator.
 //
-// Per output and per block of `products` products in k order, with the accumulator as one more term: products are exact
-// and not renormalised; every non-zero term is cut toward zero to a multiple of 2^(e - fraction), e the largest
-// exponent (at least `floor`); the cut terms are added exactly; the sum is cut toward zero to f32, subnormals kept.
-// A NaN is 0x7fffffff.  sm_90 and later: 25 fraction bits, 16 products.  sm_80 to 89: 24 bits, two chained halves of 8.
-// The model is public work (arXiv 2511.10909, 2512.07004) and was compared with an H200 on 4.1 million outputs.
+// Per output and per block of `products` products in k order, with the accumulator as one more term: products
+// are exact and not renormalised; every non-zero term is cut toward zero to a multiple of 2^(e - fraction), e
+// the largest exponent (at least `floor`); the cut terms are added exactly; the sum is cut toward zero to
+// f32, subnormals kept. A NaN is 0x7fffffff.  sm_90 and later: 25 fraction bits, 16 products.  sm_80 to 89:
+// 24 bits, two chained halves of 8. The model is public work (arXiv 2511.10909, 2512.07004) and was compared
+// with an H200 on 4.1 million outputs.
 #include "runtime.h"
 
 #include <cmath>
@@ -14,7 +15,9 @@ namespace fnsim {
 
 namespace {
 
-struct Model { int fraction, products, floor; };
+struct Model {
+    int fraction, products, floor;
+};
 Model model = {25, 16, -133};
 
 typedef float v8f __attribute__((vector_size(32)));
@@ -41,8 +44,10 @@ float toward_zero(int64_t sum, int e) {
     return sum < 0 ? -r : r;
 }
 
-// f: value; e: exponent, subnormals at the format's least one.  bad: an infinity or NaN; wide: outside the fast path.
-inline __attribute__((always_inline)) void decode(const u16* h, int n, bool bf16, float* f, int* e, int& bad, int& wide) {
+// f: value; e: exponent, subnormals at the format's least one.  bad: an infinity or NaN; wide: outside the
+// fast path.
+inline __attribute__((always_inline)) void decode(const u16* h, int n, bool bf16, float* f, int* e, int& bad,
+                                                  int& wide) {
     int b = 0, w = 0;
     if (bf16) {
         for (int i = 0; i < n; i++) {
@@ -67,8 +72,9 @@ inline __attribute__((always_inline)) void decode(const u16* h, int n, bool bf16
 }
 
 // Eight outputs of one row, one block of products: integers hold every cut term.  False: a term lies outside.
-inline __attribute__((always_inline)) bool block_fast(v8f& acc, const float* a, const int* ea, const float (*b)[8], const int (*eb)[8],
-                                                      int n, int fraction) {
+inline __attribute__((always_inline)) bool block_fast(v8f& acc, const float* a, const int* ea,
+                                                      const float (*b)[8], const int (*eb)[8], int n,
+                                                      int fraction) {
     const v8i field = ((v8i)acc >> 23) & 255;
     v8i top = field - 127;
     top = field == 0 ? (v8i){} - 126 : top;
@@ -153,9 +159,10 @@ void mma(Warp& w, bool bf16) {
     for (int row = 0; row < 16; row++) {
         v8f acc = *(v8f*)c[row];
         for (int k0 = 0; k0 < 16; k0 += m.products) {
-            const bool done = fast && (m.products == 16
-                ? block_fast(acc, a[row], ea[row], b, eb, 16, m.fraction)
-                : block_fast(acc, a[row] + k0, ea[row] + k0, b + k0, eb + k0, 8, m.fraction));
+            const bool done =
+                fast && (m.products == 16
+                             ? block_fast(acc, a[row], ea[row], b, eb, 16, m.fraction)
+                             : block_fast(acc, a[row] + k0, ea[row] + k0, b + k0, eb + k0, 8, m.fraction));
             if (done) continue;
             for (int col = 0; col < 8; col++) {
                 float x[16], y[16];

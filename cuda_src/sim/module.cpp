@@ -1,14 +1,18 @@
-// module.cpp: kernels by name, modules, functions, launches.  An image is the text FLASHNEXT-SIM, a zero byte, the
-// family's name, a zero byte, the digest of the family's sources, a zero byte: accepted only when the digest is that of
-// the sources this library was built from, so a stale image cannot run new code unnoticed.
+// module.cpp: kernels by name, modules, functions, launches.  An image is the text FLASHNEXT-SIM, a zero
+// byte, the family's name, a zero byte, the digest of the family's sources, a zero byte: accepted only when
+// the digest is that of the sources this library was built from, so a stale image cannot run new code
+// unnoticed.
 #include <cstdio>
 
 #include "runtime.h"
 
 namespace fnsim {
 
-// Written by the build: every family with the digest of its sources; digest "" and the compiler's words when it failed.
-struct Built { const char *family, *digest, *words; };
+// Written by the build: every family with the digest of its sources; digest "" and the compiler's words when
+// it failed.
+struct Built {
+    const char *family, *digest, *words;
+};
 extern const Built built[];  // ends with a null family
 
 namespace {
@@ -34,9 +38,16 @@ Function* find_function(u64 handle) {
 
 }  // namespace
 
-Kernel::Kernel(const char* family, const char* name, Entry entry, const char* kinds, const char* rights, unsigned block,
-               unsigned blocks_per_sm, unsigned shared_bytes)
-    : family(family), name(name), entry(entry), kinds(kinds), rights(rights), block(block), blocks_per_sm(blocks_per_sm), shared_bytes(shared_bytes) {
+Kernel::Kernel(const char* family, const char* name, Entry entry, const char* kinds, const char* rights,
+               unsigned block, unsigned blocks_per_sm, unsigned shared_bytes)
+    : family(family),
+      name(name),
+      entry(entry),
+      kinds(kinds),
+      rights(rights),
+      block(block),
+      blocks_per_sm(blocks_per_sm),
+      shared_bytes(shared_bytes) {
     kernels()[name] = this;
 }
 const Kernel* find_kernel(const std::string& name) {
@@ -48,15 +59,20 @@ unsigned argument_bytes(const Kernel& k, size_t i) { return k.kinds[i] == 'p' ||
 ENTRY(cuModuleLoadData, CURRENT, (u64 * out, const void* image)) {
     if (Result r = refuse_while_capturing("cuModuleLoadData")) return r;
     if (!image || memcmp(image, kMagic, sizeof kMagic))
-        return finding(INVALID_IMAGE, "the image is not one for the simulator (it runs its own build of the kernel sources)");
+        return finding(
+            INVALID_IMAGE,
+            "the image is not one for the simulator (it runs its own build of the kernel sources)");
     const char* family = static_cast<const char*>(image) + sizeof kMagic;
     const char* digest = family + strlen(family) + 1;
     const Built* b = built;
     while (b->family && strcmp(b->family, family)) b++;
     if (!b->family) return finding(INVALID_IMAGE, "the simulator was built without kernel family %s", family);
-    if (!*b->digest) return finding(INVALID_IMAGE, "kernel family %s did not compile: %.700s", family, b->words);
+    if (!*b->digest)
+        return finding(INVALID_IMAGE, "kernel family %s did not compile: %.700s", family, b->words);
     if (strncmp(digest, b->digest, 64))
-        return finding(INVALID_IMAGE, "image of family %s has source digest %.64s, the simulator was built from %.64s", family, digest, b->digest);
+        return finding(INVALID_IMAGE,
+                       "image of family %s has source digest %.64s, the simulator was built from %.64s",
+                       family, digest, b->digest);
     Context* c = current_context();
     if (Result r = charge(c->device, kModuleBytes)) return r;
     auto m = std::make_unique<Module>();
@@ -74,7 +90,9 @@ ENTRY(cuModuleUnload, CURRENT, (u64 handle)) {
         for (const Node& n : x.second->plan->nodes)
             for (auto& f : m->functions)
                 if (n.work.kind == Work::KERNEL && n.work.function == f.second)
-                    return finding(INVALID_VALUE, "module %s unloaded while graph executable %#llx holds its kernel %s", m->family.c_str(), x.first, n.work.kernel->name);
+                    return finding(INVALID_VALUE,
+                                   "module %s unloaded while graph executable %#llx holds its kernel %s",
+                                   m->family.c_str(), x.first, n.work.kernel->name);
     if (Result r = drain_context(*m->context)) return r;
     for (auto& f : m->functions) world.functions.erase(f.second);
     charge(m->context->device, -kModuleBytes);
@@ -90,7 +108,8 @@ ENTRY(cuModuleGetFunction, CURRENT, (u64 * out, u64 module, const char* name)) {
         return OK;
     }
     const Kernel* k = find_kernel(name);
-    if (!k || m->family != k->family) return finding(NOT_FOUND, "no kernel named %s in family %s of this build", name, m->family.c_str());
+    if (!k || m->family != k->family)
+        return finding(NOT_FOUND, "no kernel named %s in family %s of this build", name, m->family.c_str());
     auto f = std::make_unique<Function>();
     f->id = new_handle(FUNCTION);
     f->module = m;
@@ -105,18 +124,25 @@ ENTRY(cuFuncGetAttribute, CURRENT, (int* out, int attribute, u64 function)) {
     switch (attribute) {  // CUfunction_attribute
         case 0: *out = (int)f->kernel->block; return OK;
         case 1: *out = (int)f->kernel->shared_bytes; return OK;
-        case 5: case 6: *out = (int)settings.generation; return OK;
+        case 5:
+        case 6: *out = (int)settings.generation; return OK;
         case 8: *out = 0; return OK;  // dynamic shared memory
-        case 2: case 3: case 4: case 7: case 9: *out = 0; return OK;
+        case 2:
+        case 3:
+        case 4:
+        case 7:
+        case 9: *out = 0; return OK;
         default: return INVALID_VALUE;
     }
 }
 ENTRY(cuFuncSetAttribute, CURRENT, (u64 function, int attribute, int value)) {
     if (!find_function(function)) return INVALID_HANDLE;
     if (attribute == 9 && value >= -1 && value <= 100) return OK;  // preferred carve-out: a hint
-    return attribute == 8 && value == 0 ? OK : finding(INVALID_VALUE, "kernels use static shared memory only");
+    return attribute == 8 && value == 0 ? OK
+                                        : finding(INVALID_VALUE, "kernels use static shared memory only");
 }
-ENTRY(cuOccupancyMaxActiveBlocksPerMultiprocessor, CURRENT, (int* out, u64 function, int block, size_t shared)) {
+ENTRY(cuOccupancyMaxActiveBlocksPerMultiprocessor, CURRENT,
+      (int* out, u64 function, int block, size_t shared)) {
     Function* f = find_function(function);
     if (!f || block < 1) return f ? INVALID_VALUE : INVALID_HANDLE;
     const u64 bytes = f->kernel->shared_bytes + shared + 1024;
@@ -126,20 +152,25 @@ ENTRY(cuOccupancyMaxActiveBlocksPerMultiprocessor, CURRENT, (int* out, u64 funct
     *out = (int)n;
     return OK;
 }
-ENTRY(cuLaunchKernel, CURRENT, (u64 function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                                unsigned shared, u64 stream, void** params, void** extra)) {
+ENTRY(cuLaunchKernel, CURRENT,
+      (u64 function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+       unsigned shared, u64 stream, void** params, void** extra)) {
     Function* f = find_function(function);
     Stream* s = f ? find_stream(stream) : nullptr;
     if (!s) return INVALID_HANDLE;
     const Kernel& k = *f->kernel;
     if (f->module->context != s->context)
-        return finding(INVALID_HANDLE, "kernel %s and stream %#llx belong to different contexts", k.name, stream);
+        return finding(INVALID_HANDLE, "kernel %s and stream %#llx belong to different contexts", k.name,
+                       stream);
     if (!gx || !gy || !gz || gx > 0x7fffffff || gy > 65535 || gz > 65535)
         return finding(INVALID_VALUE, "kernel %s: grid (%u,%u,%u)", k.name, gx, gy, gz);
     if (bx != k.block || by != 1 || bz != 1 || shared)
-        return finding(INVALID_VALUE, "kernel %s: block (%u,%u,%u) with %u dynamic bytes, declared (%u,1,1) with 0", k.name, bx, by, bz, shared, k.block);
+        return finding(INVALID_VALUE,
+                       "kernel %s: block (%u,%u,%u) with %u dynamic bytes, declared (%u,1,1) with 0", k.name,
+                       bx, by, bz, shared, k.block);
     const size_t n = strlen(k.kinds);
-    if (extra || (n && !params)) return finding(INVALID_VALUE, "kernel %s: arguments are taken by kernelParams only", k.name);
+    if (extra || (n && !params))
+        return finding(INVALID_VALUE, "kernel %s: arguments are taken by kernelParams only", k.name);
     Work w;
     w.kind = Work::KERNEL;
     w.function = function;
@@ -153,5 +184,7 @@ ENTRY(cuLaunchKernel, CURRENT, (u64 function, unsigned gx, unsigned gy, unsigned
 }  // namespace fnsim
 
 extern "C" {
-__attribute__((visibility("default"))) int fnsim_has_kernel(const char* name) { return fnsim::find_kernel(name) != nullptr; }
+__attribute__((visibility("default"))) int fnsim_has_kernel(const char* name) {
+    return fnsim::find_kernel(name) != nullptr;
+}
 }

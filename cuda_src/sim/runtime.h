@@ -1,5 +1,5 @@
-// runtime.h: what the simulator's own sources share.  One process-wide lock (held by every entry point), so nothing
-// here is locked again; kernels run on the calling thread, on request with helpers.
+// runtime.h: what the simulator's own sources share.  One process-wide lock (held by every entry point), so
+// nothing here is locked again; kernels run on the calling thread, on request with helpers.
 #pragma once
 #include "shim.h"
 
@@ -14,17 +14,41 @@
 
 namespace fnsim {
 
-typedef int Result;  // CUresult
+typedef int Result;                           // CUresult
 constexpr long long kModuleBytes = 64 << 10;  // what a loaded module takes of its device
 
 enum : Result {
-    OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_IMAGE = 200,
-    INVALID_CONTEXT = 201, UNSUPPORTED_LIMIT = 215, PEER_ACCESS_UNSUPPORTED = 217, ILLEGAL_STATE = 401,
-    INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, PEER_ALREADY = 704,
-    PEER_NOT_ENABLED = 705, HOST_ALREADY_REGISTERED = 712, HOST_NOT_REGISTERED = 713, MISALIGNED_ADDRESS = 716,
-    LAUNCH_FAILED = 719, NOT_PERMITTED = 800, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900,
-    CAPTURE_INVALIDATED = 901, CAPTURE_MERGE = 902, CAPTURE_UNMATCHED = 903, CAPTURE_UNJOINED = 904,
-    CAPTURE_ISOLATION = 905, CAPTURE_IMPLICIT = 906, CAPTURED_EVENT = 907, CAPTURE_WRONG_THREAD = 908,
+    OK = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    NOT_INITIALIZED = 3,
+    INVALID_DEVICE = 101,
+    INVALID_IMAGE = 200,
+    INVALID_CONTEXT = 201,
+    UNSUPPORTED_LIMIT = 215,
+    PEER_ACCESS_UNSUPPORTED = 217,
+    ILLEGAL_STATE = 401,
+    INVALID_HANDLE = 400,
+    NOT_FOUND = 500,
+    NOT_READY = 600,
+    ILLEGAL_ADDRESS = 700,
+    PEER_ALREADY = 704,
+    PEER_NOT_ENABLED = 705,
+    HOST_ALREADY_REGISTERED = 712,
+    HOST_NOT_REGISTERED = 713,
+    MISALIGNED_ADDRESS = 716,
+    LAUNCH_FAILED = 719,
+    NOT_PERMITTED = 800,
+    NOT_SUPPORTED = 801,
+    CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_INVALIDATED = 901,
+    CAPTURE_MERGE = 902,
+    CAPTURE_UNMATCHED = 903,
+    CAPTURE_UNJOINED = 904,
+    CAPTURE_ISOLATION = 905,
+    CAPTURE_IMPLICIT = 906,
+    CAPTURED_EVENT = 907,
+    CAPTURE_WRONG_THREAD = 908,
     GRAPH_UPDATE_FAILURE = 910,
 };
 
@@ -47,7 +71,8 @@ FN_SIM_HIDDEN Result finding(Result code, const char* format, ...) __attribute__
 FN_SIM_HIDDEN bool error_words(Result code, const char** name, const char** text);
 
 // executor.cpp, mma.cpp, workers.cpp
-FN_SIM_HIDDEN bool launch(const Kernel& k, Dim grid, void** args, u64 seed, unsigned n_workers, char* text, size_t text_bytes);
+FN_SIM_HIDDEN bool launch(const Kernel& k, Dim grid, void** args, u64 seed, unsigned n_workers, char* text,
+                          size_t text_bytes);
 FN_SIM_HIDDEN void set_mma_generation(unsigned generation);
 FN_SIM_HIDDEN void run_on_workers(unsigned n, const std::function<void()>& job);
 
@@ -55,19 +80,39 @@ FN_SIM_HIDDEN void run_on_workers(unsigned n, const std::function<void()>& job);
 FN_SIM_HIDDEN const Kernel* find_kernel(const std::string& name);
 FN_SIM_HIDDEN unsigned argument_bytes(const Kernel& k, size_t i);
 
-// ---- handles: a tag and a serial number that is never used again, so a closed handle is always refused -------------
-enum Tag : u64 { CONTEXT = 1, STREAM, EVENT, MODULE, FUNCTION, GRAPH, NODE, EXEC };
+// ---- handles: a tag and a serial number that is never used again, so a closed handle is always refused ----
+enum Tag : u64 {
+    CONTEXT = 1,
+    STREAM,
+    EVENT,
+    MODULE,
+    FUNCTION,
+    GRAPH,
+    NODE,
+    EXEC
+};
 FN_SIM_HIDDEN u64 new_handle(Tag tag);
 
 struct Context;
 struct Capture;
 
 // One recording of an event, or the end of a stream's past work.
-struct Mark { bool done = false; double when_ms = 0; u64 stream = 0; };
+struct Mark {
+    bool done = false;
+    double when_ms = 0;
+    u64 stream = 0;
+};
 
 // One piece of work: a stream item or a graph node.
 struct Work {
-    enum Kind { KERNEL, COPY, FILL, RECORD, WAIT, GRAPH } kind = KERNEL;
+    enum Kind {
+        KERNEL,
+        COPY,
+        FILL,
+        RECORD,
+        WAIT,
+        GRAPH
+    } kind = KERNEL;
     // kernel
     u64 function = 0;
     const Kernel* kernel = nullptr;
@@ -81,8 +126,15 @@ struct Work {
     std::shared_ptr<Mark> mark;
     std::shared_ptr<struct Plan> plan;
 };
-struct Node { u64 id; Work work; std::vector<size_t> after; std::vector<void*> pointers; };
-struct Plan { std::vector<Node> nodes; };  // a graph's content; `after` are indices of earlier nodes
+struct Node {
+    u64 id;
+    Work work;
+    std::vector<size_t> after;
+    std::vector<void*> pointers;
+};
+struct Plan {
+    std::vector<Node> nodes;
+};  // a graph's content; `after` are indices of earlier nodes
 
 struct Stream {
     u64 id = 0;
@@ -109,10 +161,26 @@ struct Capture {
     bool valid = true;
     std::shared_ptr<Plan> plan = std::make_shared<Plan>();
 };
-struct Exec { u64 id = 0; Context* context = nullptr; std::shared_ptr<Plan> plan; };
-struct Graph { u64 id = 0; std::shared_ptr<Plan> plan; };
-struct Module { u64 id = 0; Context* context = nullptr; std::string family; std::map<std::string, u64> functions; };
-struct Function { u64 id = 0; Module* module = nullptr; const Kernel* kernel = nullptr; };
+struct Exec {
+    u64 id = 0;
+    Context* context = nullptr;
+    std::shared_ptr<Plan> plan;
+};
+struct Graph {
+    u64 id = 0;
+    std::shared_ptr<Plan> plan;
+};
+struct Module {
+    u64 id = 0;
+    Context* context = nullptr;
+    std::string family;
+    std::map<std::string, u64> functions;
+};
+struct Function {
+    u64 id = 0;
+    Module* module = nullptr;
+    const Kernel* kernel = nullptr;
+};
 struct Context {
     u64 id = 0;
     int device = 0;
@@ -138,9 +206,13 @@ struct World {
 extern World world FN_SIM_HIDDEN;
 FN_SIM_HIDDEN Context* current_context();
 
-// ---- memory.cpp ----------------------------------------------------------------------------------------------------
+// ---- memory.cpp ----
 struct Allocation {
-    enum Kind { DEVICE, PINNED, REGISTERED } kind;
+    enum Kind {
+        DEVICE,
+        PINNED,
+        REGISTERED
+    } kind;
     u64 base, size, charged, context, serial;
     int device;
     unsigned flags;
@@ -151,13 +223,14 @@ FN_SIM_HIDDEN Result check_range(u64 address, u64 size, const char* what);  // O
 FN_SIM_HIDDEN void describe_address(u64 address, char* text, size_t text_bytes);
 FN_SIM_HIDDEN Result free_allocation(u64 base, bool in_teardown);
 FN_SIM_HIDDEN Result free_context_memory(u64 context);
-FN_SIM_HIDDEN bool is_host(u64 address);  // not in device memory
+FN_SIM_HIDDEN Result check_any(u64 address, u64 size,
+                               const char* what);  // the same, or host memory of others
 FN_SIM_HIDDEN bool is_pageable(u64 address);
 FN_SIM_HIDDEN u64 device_used(int device);
 FN_SIM_HIDDEN Result charge(int device, long long bytes);
 FN_SIM_HIDDEN std::string captured_by(u64 base, u64 size);  // graph.cpp: which live executable uses the range
 
-// ---- stream.cpp ----------------------------------------------------------------------------------------------------
+// ---- stream.cpp ----
 FN_SIM_HIDDEN Stream* find_stream(u64 handle);  // 0, 1, 2: the current context's legacy stream
 FN_SIM_HIDDEN Result submit(Stream& s, Work&& work);
 FN_SIM_HIDDEN Result execute(Context& c, Work& w);
@@ -168,14 +241,21 @@ FN_SIM_HIDDEN void advance(Stream* wanted);
 FN_SIM_HIDDEN Result refuse_while_capturing(const char* what);
 FN_SIM_HIDDEN Result fail_context(Context& c, Result code);
 FN_SIM_HIDDEN double now_ms();
-FN_SIM_HIDDEN Result copy_now(u64 to, u64 from, u64 size, const char* what);
-FN_SIM_HIDDEN Result run_plan(Context& c, Plan& p);  // graph.cpp
+FN_SIM_HIDDEN Result copy_now(u64 to, u64 from, u64 size, const char* what);  // copy.cpp
+FN_SIM_HIDDEN void fill_now(const Work& w);                                   // copy.cpp
+FN_SIM_HIDDEN Result run_plan(Context& c, Plan& p);                           // graph.cpp
 FN_SIM_HIDDEN void invalidate_captures();
+FN_SIM_HIDDEN size_t this_thread();
 
-// ---- entry points --------------------------------------------------------------------------------------------------
-// ENTRY(name, version, state, params) { body }: registers the body under the name that cuGetProcAddress is asked for.
-// version: the least API version that gets it (the greatest fitting one wins).  state: what must hold before.
-enum State { ALWAYS, INITIALIZED, CURRENT };  // CURRENT: a context is current and has no sticky error
+// ---- entry points ----
+// ENTRY(name, version, state, params) { body }: registers the body under the name that cuGetProcAddress is
+// asked for. version: the least API version that gets it (the greatest fitting one wins).  state: what must
+// hold before.
+enum State {
+    ALWAYS,
+    INITIALIZED,
+    CURRENT
+};  // CURRENT: a context is current and has no sticky error
 struct EntryPoint {
     const char* name;
     int version;
@@ -187,8 +267,10 @@ struct EntryPoint {
 };
 FN_SIM_HIDDEN Result enter(EntryPoint& e);
 FN_SIM_HIDDEN void leave(EntryPoint& e, Result r);
-template <auto F> struct Guard;
-template <class... A, Result (*F)(A...)> struct Guard<F> {
+template <auto F>
+struct Guard;
+template <class... A, Result (*F)(A...)>
+struct Guard<F> {
     static EntryPoint* point;
     static Result call(A... a) {
         Result r = enter(*point);
@@ -197,12 +279,13 @@ template <class... A, Result (*F)(A...)> struct Guard<F> {
         return r;
     }
 };
-template <class... A, Result (*F)(A...)> EntryPoint* Guard<F>::point;
+template <class... A, Result (*F)(A...)>
+EntryPoint* Guard<F>::point;
 
-#define ENTRY_AS(tag, name, version, state, params)                                                        \
-    static Result body_##tag params;                                                                       \
-    static EntryPoint entry_##tag(name, version, state, (void*)&Guard<&body_##tag>::call);                 \
-    static const bool linked_##tag = (Guard<&body_##tag>::point = &entry_##tag, true);                     \
+#define ENTRY_AS(tag, name, version, state, params)                                        \
+    static Result body_##tag params;                                                       \
+    static EntryPoint entry_##tag(name, version, state, (void*)&Guard<&body_##tag>::call); \
+    static const bool linked_##tag = (Guard<&body_##tag>::point = &entry_##tag, true);     \
     static Result body_##tag params
 #define ENTRY(name, state, params) ENTRY_AS(name, #name, 0, state, params)
 

@@ -1,6 +1,6 @@
-// shim.h: the simulator's side of prelude.cuh.  Kernel text compiled by g++ or clang++ finds here the types, the
-// kernel and shared-memory declarations, thread indices, barriers and scalar operations that NVRTC has built in.
-// Compiled with -ffp-contract=off: a * b + c stays two roundings.  No library call reaches a float.
+// shim.h: the simulator's side of prelude.cuh.  Kernel text compiled by g++ or clang++ finds here the types,
+// the kernel and shared-memory declarations, thread indices, barriers and scalar operations that NVRTC has
+// built in. Compiled with -ffp-contract=off: a * b + c stays two roundings.  No library call reaches a float.
 #pragma once
 #include <cstddef>
 #include <cstring>
@@ -14,10 +14,18 @@ typedef unsigned long long u64;
 typedef int i32;
 typedef long long i64;
 
-struct alignas(8) uint2 { u32 x, y; };
-struct alignas(16) uint4 { u32 x, y, z, w; };
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 {
+    u32 x, y;
+};
+struct alignas(16) uint4 {
+    u32 x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
 static inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -31,20 +39,20 @@ static inline float4 make_float4(float x, float y, float z, float w) { return {x
 
 #include "executor.h"
 
-// The kernel is a plain function; the registration record carries what the declaration says (FN_SIM_RIGHTS: one
-// letter an argument, r w b for pointers, - for values) and checks the parameter sizes against it.
-#define FN_KERNEL(params)                                                                             \
-    static void FN_SIM_CAT(body_, FN_NAME) params;                                                    \
+// The kernel is a plain function; the registration record carries what the declaration says (FN_SIM_RIGHTS:
+// one letter an argument, r w b for pointers, - for values) and checks the parameter sizes against it.
+#define FN_KERNEL(params)                                                                              \
+    static void FN_SIM_CAT(body_, FN_NAME) params;                                                     \
     static void FN_SIM_CAT(entry_, FN_NAME)(void** a) { fnsim::call<&FN_SIM_CAT(body_, FN_NAME)>(a); } \
-    static_assert(fnsim::fits(&FN_SIM_CAT(body_, FN_NAME), FN_SIM_KINDS),                             \
-                  "kernel " FN_SIM_STR(FN_NAME) ": parameters differ from the declaration");          \
-    static const fnsim::Kernel FN_SIM_CAT(record_, FN_NAME)(                                          \
+    static_assert(fnsim::fits(&FN_SIM_CAT(body_, FN_NAME), FN_SIM_KINDS),                              \
+                  "kernel " FN_SIM_STR(FN_NAME) ": parameters differ from the declaration");           \
+    static const fnsim::Kernel FN_SIM_CAT(record_, FN_NAME)(                                           \
         FN_SIM_FAMILY, FN_SIM_STR(FN_NAME), &FN_SIM_CAT(entry_, FN_NAME), FN_SIM_KINDS, FN_SIM_RIGHTS, \
-        FN_THREADS, FN_BLOCKS_PER_SM, FN_SHARED_BYTES);                                               \
+        FN_THREADS, FN_BLOCKS_PER_SM, FN_SHARED_BYTES);                                                \
     static void FN_SIM_CAT(body_, FN_NAME) params
-#define FN_SHARED(Type, name)                                                                         \
-    static_assert(sizeof(Type) == FN_SHARED_BYTES, "the declaration's shared_bytes is not sizeof");   \
-    static_assert(sizeof(Type) <= 49152, "static shared memory is limited to 48 KiB");                \
+#define FN_SHARED(Type, name)                                                                       \
+    static_assert(sizeof(Type) == FN_SHARED_BYTES, "the declaration's shared_bytes is not sizeof"); \
+    static_assert(sizeof(Type) <= 49152, "static shared memory is limited to 48 KiB");              \
     Type& name = *reinterpret_cast<Type*>(fnsim::T.shared)
 
 #define threadIdx (fnsim::Dim{(u32)fnsim::T.current->tid, 0, 0})
@@ -66,7 +74,8 @@ FN_DEVICE double fn_dadd(double a, double b) { return a + b; }
 FN_DEVICE double fn_dsub(double a, double b) { return a - b; }
 FN_DEVICE double fn_ddiv(double a, double b) { return a / b; }
 
-template <class To, class From> FN_DEVICE To fn_sim_bits(From from) {
+template <class To, class From>
+FN_DEVICE To fn_sim_bits(From from) {
     static_assert(sizeof(To) == sizeof(From), "same size");
     To to;
     memcpy(&to, &from, sizeof to);
@@ -84,7 +93,9 @@ FN_DEVICE u16 fn_sim_f2h(float f) { return fn_sim_bits<u16>((_Float16)f); }
 // the builtins behind <immintrin.h>, which would cost every kernel half a second to parse
 typedef short fn_sim_v8hi __attribute__((vector_size(16)));
 typedef float fn_sim_v4sf __attribute__((vector_size(16)));
-FN_DEVICE float fn_h2f(u16 h) { return __builtin_ia32_vcvtph2ps(fn_sim_v8hi{(short)h, 0, 0, 0, 0, 0, 0, 0})[0]; }
+FN_DEVICE float fn_h2f(u16 h) {
+    return __builtin_ia32_vcvtph2ps(fn_sim_v8hi{(short)h, 0, 0, 0, 0, 0, 0, 0})[0];
+}
 FN_DEVICE u16 fn_sim_f2h(float f) { return (u16)__builtin_ia32_vcvtps2ph(fn_sim_v4sf{f, 0, 0, 0}, 0)[0]; }
 #else
 FN_DEVICE float fn_h2f(u16 h) {
@@ -122,15 +133,19 @@ FN_DEVICE u32 fn_dp4a_u8(u32 a, u32 b, u32 acc) {
            (a >> 24) * (b >> 24);
 }
 FN_DEVICE u32 fn_funnel_r(u32 lo, u32 hi, u32 shift) { return (u32)(((u64)hi << 32 | lo) >> (shift & 31)); }
-FN_DEVICE u32 fn_funnel_l(u32 lo, u32 hi, u32 shift) { return (u32)(((u64)hi << 32 | lo) << (shift & 31) >> 32); }
-FN_DEVICE u32 fn_prmt(u32 a, u32 b, u32 selector) {  // byte i of the result: byte (selector >> 4 i & 7) of b:a
+FN_DEVICE u32 fn_funnel_l(u32 lo, u32 hi, u32 shift) {
+    return (u32)(((u64)hi << 32 | lo) << (shift & 31) >> 32);
+}
+FN_DEVICE u32 fn_prmt(u32 a, u32 b,
+                      u32 selector) {  // byte i of the result: byte (selector >> 4 i & 7) of b:a
     u64 bytes = (u64)b << 32 | a;
     u32 out = 0;
     for (int i = 0; i < 4; i++) out |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return out;
 }
-// One f16 rounding of the exact a * b + c: the product is exact in f32; the sum is rounded to odd with the exact error
-// of the addition (two-sum), and 24 >= 11 + 2 bits, so the conversion rounds like the exact value.
+// One f16 rounding of the exact a * b + c: the product is exact in f32; the sum is rounded to odd with the
+// exact error of the addition (two-sum), and 24 >= 11 + 2 bits, so the conversion rounds like the exact
+// value.
 FN_DEVICE u16 fn_sim_hfma(u16 a, u16 b, u16 c) {
     float p = fn_h2f(a) * fn_h2f(b), z = fn_h2f(c), s = p + z, from_p = s - z;
     float error = (p - from_p) + (z - (s - from_p));
@@ -149,13 +164,18 @@ FN_DEVICE u32 fn_hadd2(u32 a, u32 b) {
 }
 
 // Blocks may run on several host threads, so these are atomic there too.
-template <class T> FN_DEVICE T fn_sim_atomic_add(T* p, T v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
-template <class T> FN_DEVICE T fn_sim_atomic_min(T* p, T v) {
+template <class T>
+FN_DEVICE T fn_sim_atomic_add(T* p, T v) {
+    return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
+template <class T>
+FN_DEVICE T fn_sim_atomic_min(T* p, T v) {
     T old = __atomic_load_n(p, __ATOMIC_RELAXED);
     while (v < old && !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
     return old;
 }
-template <class T> FN_DEVICE T fn_sim_atomic_max(T* p, T v) {
+template <class T>
+FN_DEVICE T fn_sim_atomic_max(T* p, T v) {
     T old = __atomic_load_n(p, __ATOMIC_RELAXED);
     while (v > old && !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
     return old;
@@ -169,8 +189,12 @@ FN_DEVICE u64 fn_atomic_max_u64(u64* p, u64 v) { return fn_sim_atomic_max(p, v);
 FN_DEVICE u32 fn_atomic_or_u32(u32* p, u32 v) { return __atomic_fetch_or(p, v, __ATOMIC_RELAXED); }
 
 // A GPU faults on a misaligned load; so does this.
-template <class T> FN_DEVICE T fn_ld(const T* p) {
+template <class T>
+FN_DEVICE T fn_ld(const T* p) {
     if (__builtin_expect(((size_t)p & (sizeof(T) - 1)) != 0, 0)) fnsim::misaligned(p, sizeof(T));
     return *p;
 }
-template <class T> FN_DEVICE T fn_ldg(const T* p) { return fn_ld(p); }
+template <class T>
+FN_DEVICE T fn_ldg(const T* p) {
+    return fn_ld(p);
+}

@@ -1,6 +1,7 @@
-// stream.cpp: streams, events, copies and fills.  Work is queued and runs only when something must be done: a
-// synchronise runs what it needs, a query runs one item.  So work that nothing orders really does run late, and a
-// missing event wait changes bytes.  Seed 0 runs the least; other seeds also run shuffled ready work of other streams.
+// stream.cpp: streams and events.  Work is queued and runs only when something must be done: a
+// synchronise runs what it needs, a query runs one item.  So work that nothing orders really does run late,
+// and a missing event wait changes bytes.  Seed 0 runs the least; other seeds also run shuffled ready work of
+// other streams.
 #include <chrono>
 #include <cstdio>
 #include <thread>
@@ -10,7 +11,8 @@
 namespace fnsim {
 
 double now_ms() {
-    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
 }
 
 Stream* find_stream(u64 handle) {
@@ -75,7 +77,10 @@ static Result run_kernel(Context& c, Work& w) {
     void* pointers[64];
     const size_t n = w.args.size();
     for (size_t i = 0; i < n; i++) pointers[i] = &w.args[i];
-    struct Watch { size_t i; u64 from, to, hash; };
+    struct Watch {
+        size_t i;
+        u64 from, to, hash;
+    };
     std::vector<Watch> watched;
     if (settings.check_rights)
         for (size_t i = 0; i < n; i++)
@@ -83,7 +88,8 @@ static Result run_kernel(Context& c, Work& w) {
                 Allocation* a = find_allocation(w.args[i]);
                 if (!a) continue;
                 bool written = false;  // the same address given for an output too: nothing can be said
-                for (size_t j = 0; j < n; j++) written |= j != i && w.args[j] == w.args[i] && w.kernel->rights[j] != 'r';
+                for (size_t j = 0; j < n; j++)
+                    written |= j != i && w.args[j] == w.args[i] && w.kernel->rights[j] != 'r';
                 if (written) continue;
                 const u64 to = argument_end(w, w.args[i], *a);
                 watched.push_back({i, w.args[i], to, argument_hash(w.args[i], to)});
@@ -92,35 +98,19 @@ static Result run_kernel(Context& c, Work& w) {
     world.launches++;
     const u64 seed = settings.seed ? mix(settings.seed ^ mix(world.launches)) | 1 : 0;
     if (!launch(*w.kernel, w.grid, pointers, seed, (unsigned)settings.n_workers, text, sizeof text)) {
-        const Result code = strstr(text, "illegal address") ? ILLEGAL_ADDRESS
-                          : strstr(text, "misaligned access") ? MISALIGNED_ADDRESS : LAUNCH_FAILED;
+        const Result code = strstr(text, "illegal address")     ? ILLEGAL_ADDRESS
+                            : strstr(text, "misaligned access") ? MISALIGNED_ADDRESS
+                                                                : LAUNCH_FAILED;
         finding(code, "%s", text);
         return fail_context(c, code);
     }
     for (const Watch& x : watched)
         if (argument_hash(x.from, x.to) != x.hash) {
-            finding(LAUNCH_FAILED, "kernel %s wrote bytes of argument %zu, which it declares as read only", w.kernel->name, x.i);
+            finding(LAUNCH_FAILED, "kernel %s wrote bytes of argument %zu, which it declares as read only",
+                    w.kernel->name, x.i);
             return fail_context(c, LAUNCH_FAILED);
         }
     return OK;
-}
-
-Result copy_now(u64 to, u64 from, u64 size, const char* what) {
-    if (!size) return OK;
-    for (u64 side : {to, from})
-        if (!is_pageable(side))
-            if (Result r = check_range(side, size, what)) return r;
-    memmove((void*)(size_t)to, (const void*)(size_t)from, size);
-    world.bytes_copied += size;
-    return OK;
-}
-
-static void fill_now(const Work& w) {
-    if (w.width == 1)
-        memset((void*)(size_t)w.to, (int)w.value, w.size);
-    else
-        for (u64 i = 0; i < w.size; i += 4) memcpy((void*)(size_t)(w.to + i), &w.value, 4);
-    world.bytes_filled += w.size;
 }
 
 Result execute(Context& c, Work& w) {
@@ -204,8 +194,8 @@ Result drain_context(Context& c) {
     return c.error;
 }
 
-// ---- capture rules ---------------------------------------------------------------------------------------------------
-static size_t this_thread() { return std::hash<std::thread::id>()(std::this_thread::get_id()); }
+// ---- capture rules ----
+size_t this_thread() { return std::hash<std::thread::id>()(std::this_thread::get_id()); }
 
 void invalidate_captures() {
     for (auto& i : world.captures) i.second->valid = false;
@@ -237,7 +227,8 @@ Result submit(Stream& s, Work&& w) {
             if (!i.second.blocking) continue;
             if (i.second.capture) {
                 i.second.capture->valid = false;
-                return finding(CAPTURE_IMPLICIT, "legacy stream used while blocking stream %#llx is capturing", i.first);
+                return finding(CAPTURE_IMPLICIT,
+                               "legacy stream used while blocking stream %#llx is capturing", i.first);
             }
             if (Result r = drain(i.second)) return r;
         }
@@ -247,114 +238,7 @@ Result submit(Stream& s, Work&& w) {
     return OK;
 }
 
-// ---- copies and fills ------------------------------------------------------------------------------------------------
-static Result check_copy(u64 to, u64 from, size_t n, const char* what) {
-    for (u64 side : {to, from}) {
-        if (!side) return finding(INVALID_VALUE, "%s: null address", what);
-        if (!is_pageable(side))
-            if (Result r = check_range(side, n, what)) return r;
-    }
-    return OK;
-}
-static Result must_be_device(u64 at, size_t n, const char* what) {
-    if (!n) return OK;
-    return check_range(at, n, what);
-}
-static Result copy_sync(u64 to, u64 from, size_t n, const char* what) {
-    if (Result r = refuse_while_capturing(what)) return r;
-    if (Result r = check_copy(to, from, n, what)) return r;
-    Work w;
-    w.kind = Work::COPY;
-    w.to = to;
-    w.from = from;
-    w.size = n;
-    const Result r = submit(current_context()->legacy, std::move(w));
-    return r;
-}
-// A pageable source is read now; a pageable destination is written before the call returns, as drivers do.
-static Result copy_async(u64 to, u64 from, size_t n, u64 stream, const char* what) {
-    Stream* s = find_stream(stream);
-    if (!s) return INVALID_HANDLE;
-    if (Result r = check_copy(to, from, n, what)) return r;
-    Work w;
-    w.kind = Work::COPY;
-    w.to = to;
-    w.from = from;
-    w.size = n;
-    if (!s->capture && is_pageable(from)) {
-        const unsigned char* p = (const unsigned char*)(size_t)from;
-        w.image = std::make_shared<std::vector<unsigned char>>(p, p + n);
-    }
-    const bool finish = !s->capture && is_pageable(to);
-    if (Result r = submit(*s, std::move(w))) return r;
-    return finish ? drain(*s) : OK;
-}
-ENTRY(cuMemcpyHtoD, CURRENT, (u64 to, const void* from, size_t n)) {
-    if (Result r = must_be_device(to, n, "cuMemcpyHtoD")) return r;
-    return copy_sync(to, (u64)(size_t)from, n, "cuMemcpyHtoD");
-}
-ENTRY(cuMemcpyDtoH, CURRENT, (void* to, u64 from, size_t n)) {
-    if (Result r = must_be_device(from, n, "cuMemcpyDtoH")) return r;
-    return copy_sync((u64)(size_t)to, from, n, "cuMemcpyDtoH");
-}
-ENTRY(cuMemcpyDtoD, CURRENT, (u64 to, u64 from, size_t n)) {
-    if (Result r = must_be_device(to, n, "cuMemcpyDtoD")) return r;
-    if (Result r = must_be_device(from, n, "cuMemcpyDtoD")) return r;
-    return copy_sync(to, from, n, "cuMemcpyDtoD");
-}
-ENTRY(cuMemcpy, CURRENT, (u64 to, u64 from, size_t n)) { return copy_sync(to, from, n, "cuMemcpy"); }
-ENTRY(cuMemcpyHtoDAsync, CURRENT, (u64 to, const void* from, size_t n, u64 stream)) {
-    if (Result r = must_be_device(to, n, "cuMemcpyHtoDAsync")) return r;
-    return copy_async(to, (u64)(size_t)from, n, stream, "cuMemcpyHtoDAsync");
-}
-ENTRY(cuMemcpyDtoHAsync, CURRENT, (void* to, u64 from, size_t n, u64 stream)) {
-    if (Result r = must_be_device(from, n, "cuMemcpyDtoHAsync")) return r;
-    return copy_async((u64)(size_t)to, from, n, stream, "cuMemcpyDtoHAsync");
-}
-ENTRY(cuMemcpyDtoDAsync, CURRENT, (u64 to, u64 from, size_t n, u64 stream)) {
-    if (Result r = must_be_device(to, n, "cuMemcpyDtoDAsync")) return r;
-    if (Result r = must_be_device(from, n, "cuMemcpyDtoDAsync")) return r;
-    return copy_async(to, from, n, stream, "cuMemcpyDtoDAsync");
-}
-ENTRY(cuMemcpyAsync, CURRENT, (u64 to, u64 from, size_t n, u64 stream)) {
-    return copy_async(to, from, n, stream, "cuMemcpyAsync");
-}
-ENTRY(cuMemcpyPeerAsync, CURRENT, (u64 to, u64 to_context, u64 from, u64 from_context, size_t n, u64 stream)) {
-    if (!world.contexts.count(to_context) || !world.contexts.count(from_context)) return INVALID_CONTEXT;
-    if (Result r = must_be_device(to, n, "cuMemcpyPeerAsync")) return r;
-    if (Result r = must_be_device(from, n, "cuMemcpyPeerAsync")) return r;
-    return copy_async(to, from, n, stream, "cuMemcpyPeerAsync");
-}
-
-static Result fill(u64 to, unsigned value, unsigned width, size_t n, Stream* s, const char* what) {
-    if (!s) return INVALID_HANDLE;
-    if (to % width) return finding(INVALID_VALUE, "%s: address %#llx is not a multiple of %u", what, to, width);
-    if (!n) return OK;
-    if (Result r = check_range(to, n * width, what)) return r;
-    Work w;
-    w.kind = Work::FILL;
-    w.to = to;
-    w.value = value;
-    w.width = width;
-    w.size = n * width;
-    return submit(*s, std::move(w));
-}
-ENTRY(cuMemsetD8, CURRENT, (u64 to, unsigned char value, size_t n)) {
-    if (Result r = refuse_while_capturing("cuMemsetD8")) return r;
-    return fill(to, value, 1, n, find_stream(0), "cuMemsetD8");
-}
-ENTRY(cuMemsetD32, CURRENT, (u64 to, unsigned value, size_t n)) {
-    if (Result r = refuse_while_capturing("cuMemsetD32")) return r;
-    return fill(to, value, 4, n, find_stream(0), "cuMemsetD32");
-}
-ENTRY(cuMemsetD8Async, CURRENT, (u64 to, unsigned char value, size_t n, u64 stream)) {
-    return fill(to, value, 1, n, find_stream(stream), "cuMemsetD8Async");
-}
-ENTRY(cuMemsetD32Async, CURRENT, (u64 to, unsigned value, size_t n, u64 stream)) {
-    return fill(to, value, 4, n, find_stream(stream), "cuMemsetD32Async");
-}
-
-// ---- streams ---------------------------------------------------------------------------------------------------------
+// ---- streams ----
 static Result create_stream(u64* out, unsigned flags, int priority) {
     if (!out || flags > 1) return INVALID_VALUE;
     Context* c = current_context();
@@ -435,7 +319,8 @@ ENTRY(cuStreamWaitEvent, CURRENT, (u64 stream, u64 event, unsigned flags)) {
     if (flags) return finding(NOT_SUPPORTED, "cuStreamWaitEvent flags %u", flags);
     if (e->captured) {
         std::shared_ptr<Capture> c = e->capture.lock();
-        if (!c || !world.captures.count(c->id)) return finding(CAPTURED_EVENT, "event %#llx was recorded in a capture that has ended", event);
+        if (!c || !world.captures.count(c->id))
+            return finding(CAPTURED_EVENT, "event %#llx was recorded in a capture that has ended", event);
         if (!c->valid) return CAPTURE_INVALIDATED;
         if (s == &s->context->legacy) {
             c->valid = false;
@@ -448,14 +333,17 @@ ENTRY(cuStreamWaitEvent, CURRENT, (u64 stream, u64 event, unsigned flags)) {
             join(s->frontier, e->nodes);
         } else {
             s->capture->valid = c->valid = false;
-            return finding(CAPTURE_MERGE, "event %#llx belongs to another capture than stream %#llx", event, stream);
+            return finding(CAPTURE_MERGE, "event %#llx belongs to another capture than stream %#llx", event,
+                           stream);
         }
         return OK;
     }
     if (!e->mark) return OK;  // never recorded: no effect
     if (s->capture) {
         s->capture->valid = false;
-        return finding(CAPTURE_ISOLATION, "capturing stream %#llx made to wait for event %#llx, which was recorded outside", stream, event);
+        return finding(CAPTURE_ISOLATION,
+                       "capturing stream %#llx made to wait for event %#llx, which was recorded outside",
+                       stream, event);
     }
     Work w;
     w.kind = Work::WAIT;
@@ -464,7 +352,7 @@ ENTRY(cuStreamWaitEvent, CURRENT, (u64 stream, u64 event, unsigned flags)) {
     return submit(*s, std::move(w));
 }
 
-// ---- events ----------------------------------------------------------------------------------------------------------
+// ---- events ----
 ENTRY(cuEventCreate, CURRENT, (u64 * out, unsigned flags)) {
     if (!out || flags > 7) return INVALID_VALUE;
     auto e = std::make_unique<Event>();
@@ -485,7 +373,8 @@ ENTRY(cuEventRecord, CURRENT, (u64 event, u64 stream)) {
     Stream* s = find_stream(stream);
     if (!e || !s) return INVALID_HANDLE;
     if (s->context != e->context)
-        return finding(INVALID_HANDLE, "event %#llx and stream %#llx belong to different contexts", event, stream);
+        return finding(INVALID_HANDLE, "event %#llx and stream %#llx belong to different contexts", event,
+                       stream);
     if (s->capture) {
         if (!s->capture->valid) return CAPTURE_INVALIDATED;
         e->captured = true;
@@ -525,81 +414,6 @@ ENTRY(cuEventElapsedTime, CURRENT, (float* out, u64 start, u64 end)) {
         return finding(INVALID_HANDLE, "elapsed time of an event that was not recorded or keeps no time");
     if (!a->mark->done || !b->mark->done) return NOT_READY;
     *out = (float)(b->mark->when_ms - a->mark->when_ms);
-    return OK;
-}
-
-// ---- capture ---------------------------------------------------------------------------------------------------------
-ENTRY(cuStreamBeginCapture, CURRENT, (u64 stream, int mode)) {
-    Stream* s = find_stream(stream);
-    if (!s) return INVALID_HANDLE;
-    if (mode < 0 || mode > 2) return INVALID_VALUE;
-    if (s == &s->context->legacy) return finding(CAPTURE_UNSUPPORTED, "the legacy stream cannot capture");
-    if (s->capture) return finding(ILLEGAL_STATE, "stream %#llx is capturing already", stream);
-    auto c = std::make_shared<Capture>();
-    c->id = new_handle(GRAPH);
-    c->origin = stream;
-    c->mode = mode;
-    c->thread = this_thread();
-    world.captures[c->id] = c;
-    s->capture = c;
-    s->frontier.clear();
-    return OK;
-}
-ENTRY(cuStreamEndCapture, CURRENT, (u64 stream, u64* out)) {
-    Stream* s = find_stream(stream);
-    if (!s) return INVALID_HANDLE;
-    *out = 0;
-    if (!s->capture) return finding(ILLEGAL_STATE, "stream %#llx is not capturing", stream);
-    std::shared_ptr<Capture> c = s->capture;
-    if (c->origin != stream) {
-        c->valid = false;
-        return finding(CAPTURE_UNMATCHED, "capture of stream %#llx ended on stream %#llx", c->origin, stream);
-    }
-    if (c->mode != 2 && c->thread != this_thread()) return finding(CAPTURE_WRONG_THREAD, "capture ended by another thread");
-    std::vector<char> reached(c->plan->nodes.size(), 0);
-    for (size_t n : s->frontier) reached[n] = 1;
-    for (size_t n = reached.size(); n--;)
-        if (reached[n])
-            for (size_t m : c->plan->nodes[n].after) reached[m] = 1;
-    u64 unjoined = 0;
-    for (auto& i : world.contexts)
-        for (auto& t : i.second->streams)
-            if (t.second.capture == c) {
-                for (size_t n : t.second.frontier)
-                    if (!reached[n]) unjoined = t.first;
-                t.second.capture.reset();
-                t.second.frontier.clear();
-            }
-    world.captures.erase(c->id);
-    if (!c->valid) return CAPTURE_INVALIDATED;
-    if (unjoined) return finding(CAPTURE_UNJOINED, "stream %#llx joined the capture and was not joined back", unjoined);
-    auto g = std::make_unique<Graph>();
-    g->id = new_handle(GRAPH);
-    g->plan = c->plan;
-    *out = g->id;
-    world.graphs[g->id] = std::move(g);
-    return OK;
-}
-static int capture_status(const Stream& s) { return !s.capture ? 0 : s.capture->valid ? 1 : 2; }
-ENTRY(cuStreamIsCapturing, CURRENT, (u64 stream, int* out)) {
-    Stream* s = find_stream(stream);
-    if (!s) return INVALID_HANDLE;
-    *out = capture_status(*s);
-    return OK;
-}
-ENTRY(cuStreamGetCaptureInfo, CURRENT, (u64 stream, int* status, u64* id, u64* graph, const u64** nodes, const void** edges, size_t* n)) {
-    Stream* s = find_stream(stream);
-    if (!s) return INVALID_HANDLE;
-    static std::vector<u64> ids;
-    ids.clear();
-    *status = capture_status(*s);
-    if (s->capture)
-        for (size_t i : s->frontier) ids.push_back(s->capture->plan->nodes[i].id);
-    if (id) *id = s->capture ? s->capture->id : 0;
-    if (graph) *graph = 0;  // the graph under construction has no handle here
-    if (nodes) *nodes = ids.data();
-    if (edges) *edges = nullptr;
-    if (n) *n = ids.size();
     return OK;
 }
 
