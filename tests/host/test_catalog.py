@@ -44,11 +44,13 @@ def test_every_declaration_is_whole() -> None:
     assert len(set(names)) == len(names) > 10
     for spec in catalog.specs():
         assert (catalog.source_root() / spec.source).is_file()
-        assert spec.cases or spec.name.endswith("_broken"), f"{spec.name} has no case"
-        assert len({case.name for case in spec.cases}) == len(spec.cases), f"{spec.name} names a case twice"
-        assert spec.reference and spec.bound, f"{spec.name} names no reference or no bound"
         assert set(spec.limits) <= set(catalog.ARCHS)
         assert catalog.spec(spec.name) is spec
+        if spec in catalog.specs("probe"):      # planted faults of the language checks have neither case nor reference
+            continue
+        assert spec.cases, f"{spec.name} has no case"
+        assert len({case.name for case in spec.cases}) == len(spec.cases), f"{spec.name} names a case twice"
+        assert spec.reference and spec.bound, f"{spec.name} names no reference or no bound"
 
 
 def test_every_kernel_file_is_declared() -> None:
