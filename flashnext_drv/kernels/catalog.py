@@ -14,6 +14,8 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import posixpath
+import re
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -33,6 +35,7 @@ ARCHS: Final = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120", "sm_121")
 QUALIFIED: Final[frozenset[str]] = frozenset()
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _MANIFEST_FORMAT: Final = 1
+_INCLUDE: Final = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -159,16 +162,29 @@ def spec(name: str) -> KernelSpec:
 
 
 def source_files(family: str | None = None) -> tuple[str, ...]:
-    """Paths below source_root of every header and of the declared sources (of one family), sorted."""
+    """Paths below source_root of the declared sources (of one family) and of all they include, sorted.
+
+    What only the simulator includes (sim/) is left out.
+    """
     root = source_root()
-    paths = {path.relative_to(root).as_posix() for path in root.rglob("*.cuh")}
-    headers = {path for path in paths if not path.startswith("sim/")}
-    return tuple(sorted(headers | {one.source for one in specs(family)}))
+    found: set[str] = set()
+    todo = [one.source for one in specs(family)]
+    while todo:
+        path = todo.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for name in _INCLUDE.findall((root / path).read_text(encoding="utf-8")):
+            beside = posixpath.normpath(posixpath.join(posixpath.dirname(path), name))
+            included = beside if (root / beside).is_file() else name
+            if (root / included).is_file() and not included.startswith("sim/"):
+                todo.append(included)
+    return tuple(sorted(found))
 
 
 @cache
 def source_digest(family: str | None = None) -> str:
-    """SHA-256, hex, over the declared kernels (macros and parameters), their sources and all headers.
+    """SHA-256, hex, over the declared kernels (macros and parameters), their sources and what these include.
 
     Read once per process: a process keeps the sources it started with.
     """
