@@ -9,6 +9,7 @@
 // Equality    a row's bytes do not depend on other rows.  NaN and Inf of a head stay in its block of 128.
 // Reference   ref/gdn.py DeltaNet.  Source: model.md section 4, step 6.
 #include "exl3.cuh"
+#include "glue/gate.cuh"
 
 FN_KERNEL((const FnRound* round, const float* o, const float* z, const float* norm_w, const FnLinear* linear,
            u32 gate, u32 n_v, float eps)) {
@@ -25,8 +26,7 @@ FN_KERNEL((const FnRound* round, const float* o, const float* z, const float* no
     float r = fn_rsqrt(fn_add(fn_mul(fn_warp_sum(sum), 0x1p-7f), eps));
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        float act = gate ? fn_silu(a[i]) : fn_sigmoid(a[i]);
-        v[i] = fn_mul(fn_mul(fn_mul(v[i], r), weight[i]), act);
+        v[i] = fn_mul(fn_mul(fn_mul(v[i], r), weight[i]), fn_gate(a[i], gate != 0));
     }
     fn_linear_store_input(v, *linear, row, head);
 }

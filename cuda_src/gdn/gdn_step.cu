@@ -36,9 +36,9 @@ FN_DEVICE float dot(const float4 (&x)[8], const float4 (&y)[8]) {
 FN_DEVICE float4 times(float4 v, float f) {
     return make_float4(fn_mul(v.x, f), fn_mul(v.y, f), fn_mul(v.z, f), fn_mul(v.w, f));
 }
-FN_DEVICE void load8(float4 (&v)[8], const float4* from) {
+FN_DEVICE void load8(float4 (&v)[8], const float* from) {
 #pragma unroll
-    for (int m = 0; m < 8; m++) v[m] = fn_ld(from + 4 * m);
+    for (int m = 0; m < 8; m++) v[m] = fn_ld(reinterpret_cast<const float4*>(from) + 4 * m);
 }
 }  // namespace FN_NAMESPACE
 
@@ -50,21 +50,24 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnSlot* slots, const f
     u32 head = blockIdx.x >> 2, column = (blockIdx.x & 3u) * 32u + (threadIdx.x >> 2), p = threadIdx.x & 3u;
     u32 key_head = head / (n_v / n_k), stride = (2u * n_k + n_v) * 128u;
     FnRun run = fn_ld(runs + blockIdx.y);
-    float4* state = reinterpret_cast<float4*>(fn_ld(&slots[run.slot].recurrent) + state_offset) +
-                    (u64)(head * 128u + column) * 32u + p;
+    float* state = reinterpret_cast<float*>(fn_ld(&slots[run.slot].recurrent) + state_offset) +
+                   (head * 128u + column) * 128u + 4u * p;
 
     const float* in = qkv + (u64)run.first_row * stride;
     float4 M[8], k[8], q[8];
-    load8(M, state);
-    float rate = fn_exp(fn_ldg(a_log + head)), bias = fn_ldg(dt_bias + head);
+    float rate = fn_ldg(a_log + head), bias = fn_ldg(dt_bias + head);
     for (u32 r = 0; r < run.n_rows; r++, in += stride) {
         u32 row = run.first_row + r;
-        load8(k, reinterpret_cast<const float4*>(in + (n_k + key_head) * 128u) + p);
-        load8(q, reinterpret_cast<const float4*>(in + key_head * 128u) + p);
+        load8(k, in + (n_k + key_head) * 128u + 4u * p);
+        load8(q, in + key_head * 128u + 4u * p);
         float v = fn_ld(in + (2u * n_k + head) * 128u + column);
-        float beta = fn_sigmoid(fn_ld(b + (u64)row * n_v + head));
-        float pre = fn_add(fn_ld(a + (u64)row * n_v + head), bias);
-        float decay = fn_exp(-fn_mul(rate, fn_softplus(pre)));
+        float write = fn_ld(b + row * n_v + head), pre = fn_ld(a + row * n_v + head);
+        if (r == 0) {  // behind the loads that do not wait for the slot's address
+            load8(M, state);
+            rate = fn_exp(rate);
+        }
+        float decay = fn_exp(-fn_mul(rate, fn_softplus(fn_add(pre, bias))));
+        float beta = fn_sigmoid(write);
 
         float rk = fn_rsqrt(fn_add(dot(k, k), L2_EPS)), rq = fn_rsqrt(fn_add(dot(q, q), L2_EPS));
 #pragma unroll
@@ -80,8 +83,8 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnSlot* slots, const f
                                fn_fma(k[m].z, delta, M[m].z), fn_fma(k[m].w, delta, M[m].w));
         }
         float out = dot(M, q);
-        if (p == 0) o[((u64)row * n_v + head) * 128u + column] = out;
+        if (p == 0) o[(row * n_v + head) * 128u + column] = out;
     }
 #pragma unroll
-    for (int m = 0; m < 8; m++) state[4 * m] = M[m];
+    for (int m = 0; m < 8; m++) *(reinterpret_cast<float4*>(state) + 4 * m) = M[m];
 }

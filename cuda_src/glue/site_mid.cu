@@ -11,24 +11,25 @@
 // Reference   ref/glue.py Site.  Source: model.md section 3: division by the 4 streams before silu and
 //             sigmoid.
 #include "exl3.cuh"
+#include "glue/gate.cuh"
 
 namespace FN_NAMESPACE {
-const u32 SEGMENTS = 32;  // the most that fn_dot_segments gives
+const u32 BATCH = 16;
 
-// fn_sum_units of one leaf with every load asked for before the first addition.
-FN_DEVICE float sum_segments(const FnLinear& linear, u32 rows_cap, u32 row, u32 output) {
-    const float* part = reinterpret_cast<const float*>(linear.part) + (u64)row * linear.n + output;
-    u64 stride = (u64)rows_cap * linear.n;
-    u32 segments = linear.segments;
-    float p[SEGMENTS];
+// fn_sum_units of one leaf with BATCH loads asked for before the additions.
+FN_DEVICE float sum_segments(const float* part, u32 segments, u32 stride) {
+    float sum = 0.f;
+    for (u32 first = 0; first < segments; first += BATCH) {
+        float p[BATCH];
 #pragma unroll
-    for (u32 i = 0; i < SEGMENTS; i++) {
-        if (i < segments) p[i] = fn_ldg(part + i * stride);
-    }
-    float sum = p[0];
+        for (u32 i = 0; i < BATCH; i++) {
+            if (first + i < segments) p[i] = fn_ldg(part + (first + i) * stride);
+        }
+        sum = first ? fn_add(sum, p[0]) : p[0];
 #pragma unroll
-    for (u32 i = 1; i < SEGMENTS; i++) {
-        if (i < segments) sum = fn_add(sum, p[i]);
+        for (u32 i = 1; i < BATCH; i++) {
+            if (first + i < segments) sum = fn_add(sum, p[i]);
+        }
     }
     return sum;
 }
@@ -36,17 +37,22 @@ FN_DEVICE float sum_segments(const FnLinear& linear, u32 rows_cap, u32 row, u32 
 
 FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 has_inject, u16* u, float* inject)) {
     using namespace FN_NAMESPACE;
-    u32 row = blockIdx.x, cap = fn_ld(&round->rows_cap);
-    u32 rank = linears[0].n, n = has_inject ? rank + 4u : rank;
-    if (row >= fn_ld(&round->n_rows)) return;
-    for (u32 i = threadIdx.x; i < n; i += FN_THREADS) {
+    // Asked for together, before anything depends on one of them.
+    u32 row = blockIdx.x, n_rows = fn_ld(&round->n_rows), cap = fn_ld(&round->rows_cap);
+    u32 rank = linears[0].n, low_segments = linears[0].segments;
+    u32 segments = has_inject ? linears[1].segments : 0u;
+    u64 low_part = linears[0].part, part = has_inject ? linears[1].part : 0u;
+    if (row >= n_rows) return;
+    for (u32 i = threadIdx.x; i < (has_inject ? rank + 4u : rank); i += FN_THREADS) {
         bool low = i < rank;
-        float sum = sum_segments(linears[low ? 0 : 1], cap, row, low ? i : i - rank);
-        float x = fn_mul(sum, 0.25f);
+        u32 n = low ? rank : 4u, output = low ? i : i - rank;
+        const float* from = reinterpret_cast<const float*>(low ? low_part : part) + row * n + output;
+        float x = fn_mul(sum_segments(from, low ? low_segments : segments, cap * n), 0.25f);
+        float gate = fn_gate(x, low);
         if (low) {
-            u[(u64)row * rank + fn_frag_pos(i)] = fn_f2h(fn_silu(x));
+            u[row * rank + fn_frag_pos(i)] = fn_f2h(gate);
         } else {
-            inject[4u * row + (i - rank)] = fn_mul(2.f, fn_sigmoid(x));
+            inject[4u * row + output] = fn_mul(2.f, gate);
         }
     }
 }

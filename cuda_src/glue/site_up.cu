@@ -13,47 +13,55 @@
 // Reference   ref/glue.py Site.  Source: model.md section 3.
 //
 // The weights are read once from memory, so what counts is how many bytes are on their way: a lane asks for
-// up to BATCH 16-byte words before it uses the first.  An SM holds one or two of these blocks, so the
-// registers are there.
+// up to BATCH k steps of weights and operands before it uses the first.  An SM holds one or two of these
+// blocks, so the registers are there.  The code runs once a block: it is kept short where it can be.
 #include "exl3.cuh"
 
 namespace FN_NAMESPACE {
-const u32 BATCH = 20;        // k steps asked for at once: all of K at the published low rank of 320
 const u32 TILES = FN_ROWS / 8;
-const u32 STRIDE = 20;       // floats between rows in shared memory: the lanes of a store hit different banks
+const u32 BATCH = TILES == 1 ? 20 : 10;  // 20: all of K at the published low rank of 320
+const u32 STRIDE = 20;                   // floats between rows: the lanes of a store hit different banks
 
-struct UpShared { float g[4][FN_ROWS][STRIDE]; };
+struct UpShared {
+    float g[4][FN_ROWS][STRIDE];  // dots, then gates, of a stream, row and channel
+    float n[4][FN_ROWS][STRIDE];  // normed streams
+};
 
 // d = chain over n_steps k steps from +0.  a: the lane's words of the tile at the first step; x: the lane's
-// operand rows there, null for rows that are not live, which are fed as zeros.
-FN_DEVICE void chain(float (&d)[TILES][4], const uint4* a, const u16* const (&x)[TILES], u32 n_steps,
-                     bool bf16) {
+// operand rows there, null for rows that are not live, which are fed as zeros.  AT_ONCE: k steps asked for at
+// once.
+template <bool BF16, u32 AT_ONCE>
+FN_DEVICE void chain(float (&d)[TILES][4], const uint4* a, const u16* const (&x)[TILES], u32 n_steps) {
 #pragma unroll
     for (u32 r = 0; r < TILES; r++) d[r][0] = d[r][1] = d[r][2] = d[r][3] = 0.f;
-    for (u32 first = 0; first < n_steps; first += BATCH) {
-        uint4 words[BATCH];
+    for (u32 first = 0; first < n_steps; first += AT_ONCE) {
+        uint4 words[AT_ONCE];
+        uint2 rows[AT_ONCE][TILES];
 #pragma unroll
-        for (u32 i = 0; i < BATCH; i++) {
+        for (u32 i = 0; i < AT_ONCE; i++) {
             if (first + i < n_steps) words[i] = fn_ldg(a + 32u * (first + i));
+#pragma unroll
+            for (u32 r = 0; r < TILES; r++) {
+                rows[i][r] = make_uint2(0u, 0u);
+                if (x[r] && first + i < n_steps)
+                    rows[i][r] = fn_ldg(reinterpret_cast<const uint2*>(x[r] + 16u * (first + i)));
+            }
         }
 #pragma unroll
-        for (u32 i = 0; i < BATCH; i++) {
-            if (first + i < n_steps) {
-                u32 w[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
+        for (u32 i = 0; i < AT_ONCE; i++) {
+            if (first + i >= n_steps) return;
+            u32 w[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
 #pragma unroll
-                for (u32 r = 0; r < TILES; r++) {
-                    uint2 v = make_uint2(0u, 0u);
-                    if (x[r]) v = fn_ldg(reinterpret_cast<const uint2*>(x[r] + 16u * (first + i)));
-                    u32 b[2] = {v.x, v.y};
-                    if (bf16) {
-                        u32 hi[2], lo[2];
-                        fn_bf16_split(b[0], hi[0], lo[0]);
-                        fn_bf16_split(b[1], hi[1], lo[1]);
-                        fn_mma_bf16(d[r], w, hi);
-                        fn_mma_bf16(d[r], w, lo);
-                    } else {
-                        fn_mma_f16(d[r], w, b);
-                    }
+            for (u32 r = 0; r < TILES; r++) {
+                u32 b[2] = {rows[i][r].x, rows[i][r].y};
+                if constexpr (BF16) {
+                    u32 hi[2], lo[2];
+                    fn_bf16_split(b[0], hi[0], lo[0]);
+                    fn_bf16_split(b[1], hi[1], lo[1]);
+                    fn_mma_bf16(d[r], w, hi);
+                    fn_mma_bf16(d[r], w, lo);
+                } else {
+                    fn_mma_f16(d[r], w, b);
                 }
             }
         }
@@ -66,8 +74,8 @@ FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, c
     using namespace FN_NAMESPACE;
     FN_SHARED(UpShared, shared);
     u32 n_rows = fn_ld(&round->n_rows), stream = threadIdx.x >> 5, lane = threadIdx.x & 31u;
-    u32 k = linear->k, segments = linear->segments, steps = k / 16u, per_segment = steps / segments;
-    bool bf16 = linear->w.format == FN_FORMAT_BF16;
+    if (n_rows == 0) return;
+    u32 segments = linear->segments, steps = linear->k / 16u, per_segment = steps / segments;
 
     const u16* x[TILES];
 #pragma unroll
@@ -79,55 +87,50 @@ FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, c
     const uint4* a = reinterpret_cast<const uint4*>(linear->w.data) +
                      (u64)(stream * (hidden / 16u) + blockIdx.x) * steps * 32u + lane;
 
-    // What the mix needs, asked for before the dot: this thread's channel of row threadIdx.x / 16 (and 8
-    // further on).
-    u32 c = 16u * blockIdx.x + (threadIdx.x & 15u);
-    float s[TILES][4], scale[TILES][4], weight[4];
-#pragma unroll
-    for (u32 j = 0; j < 4; j++) weight[j] = fn_ldg(w + j * hidden + c);
-#pragma unroll
-    for (u32 r = 0; r < TILES; r++) {
-        u32 row = 8u * r + (threadIdx.x >> 4);
-        if (row < n_rows) {
-#pragma unroll
-            for (u32 j = 0; j < 4; j++) {
-                s[r][j] = fn_ldg(streams + (u64)(4u * row + j) * hidden + c);
-                scale[r][j] = fn_ldg(rinv + 4u * row + j);
-            }
-        }
+    // In the mix a thread has stream j of channel c in rows half, half + 2, ...: what its first row needs is
+    // asked for before the dot.
+    u32 j = threadIdx.x & 3u, i_channel = threadIdx.x >> 2 & 15u, half = threadIdx.x >> 6;
+    u32 c = 16u * blockIdx.x + i_channel;
+    float weight = fn_ldg(w + j * hidden + c), s = 0.f, scale = 0.f;
+    if (half < n_rows) {
+        s = fn_ldg(streams + (u64)(4u * half + j) * hidden + c);
+        scale = fn_ldg(rinv + 4u * half + j);
     }
 
-    float d[TILES][4];
-    chain(d, a, x, per_segment, bf16);
-    for (u32 segment = 1; segment < segments; segment++) {
-        float next[TILES][4];
+    for (u32 segment = 0; segment < segments; segment++) {
+        float d[TILES][4];
+        if (linear->w.format == FN_FORMAT_BF16) {
+            chain<true, 4>(d, a, x, per_segment);
+        } else {
+            chain<false, BATCH>(d, a, x, per_segment);
+        }
         a += 32u * per_segment;
 #pragma unroll
-        for (u32 r = 0; r < TILES; r++) x[r] = x[r] ? x[r] + 16u * per_segment : nullptr;
-        chain(next, a, x, per_segment, bf16);
+        for (u32 r = 0; r < TILES; r++) {
+            x[r] = x[r] ? x[r] + 16u * per_segment : nullptr;
 #pragma unroll
-        for (u32 r = 0; r < TILES; r++) fn_add4(d[r], next[r]);
-    }
-#pragma unroll
-    for (u32 r = 0; r < TILES; r++) {
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-            u32 row = 8u * r + 2u * (lane & 3u) + (i & 1u);
-            if (row < n_rows) shared.g[stream][row][(lane >> 2) + 8u * (i >> 1)] = fn_sigmoid(d[r][i]);
+            for (u32 i = 0; i < 4; i++) {
+                u32 row = 8u * r + 2u * (lane & 3u) + (i & 1u);
+                float& sum = shared.g[stream][row][(lane >> 2) + 8u * (i >> 1)];
+                if (row < n_rows) sum = segment ? fn_add(sum, d[r][i]) : d[r][i];
+            }
         }
     }
     __syncthreads();
+    for (u32 row = half; row < n_rows; row += 2) {  // whole warps
+        if (row != half) {
+            s = fn_ldg(streams + (u64)(4u * row + j) * hidden + c);
+            scale = fn_ldg(rinv + 4u * row + j);
+        }
+        float& g = shared.g[j][row][i_channel];
+        g = fn_sigmoid(g);
+        shared.n[j][row][i_channel] = fn_mul(fn_mul(s, scale), fn_add(1.f, weight));
+        __syncwarp();
+        if (j == 0) {
+            float sum = fn_mul(shared.g[0][row][i_channel], shared.n[0][row][i_channel]);
 #pragma unroll
-    for (u32 r = 0; r < TILES; r++) {
-        u32 row = 8u * r + (threadIdx.x >> 4);
-        if (row < n_rows) {
-            float sum = 0.f;
-#pragma unroll
-            for (u32 j = 0; j < 4; j++) {
-                float g = shared.g[j][row][threadIdx.x & 15u];
-                float n = fn_mul(fn_mul(s[r][j], scale[r][j]), fn_add(1.f, weight[j]));
-                sum = j ? fn_fma(g, n, sum) : fn_mul(g, n);
-            }
+            for (u32 k = 1; k < 4; k++)
+                sum = fn_fma(shared.g[k][row][i_channel], shared.n[k][row][i_channel], sum);
             m[(u64)row * hidden + c] = fn_mul(sum, 0.25f);
         }
     }

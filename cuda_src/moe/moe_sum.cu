@@ -3,8 +3,9 @@
 //             routes of a row in rising expert id, the last slot the shared expert; lines FnLine[E + 1]
 //             (EXL3) -> y (rows_cap, hidden) f32.  hidden % 128 == 0, 2 <= n_slots <= 33.  Rows >=
 //             round.n_rows are not touched.
-// Launch      grid (hidden / 128, rows_cap), block 256, shared SumShared: a block is 128 outputs of a row;
-//             warp w finishes slots w, w + 8, ..., then a thread an output adds them in slot order.
+// Launch      grid (hidden / 128, rows_cap), block 384, shared SumShared: a block is 128 outputs of a row;
+//             warp w finishes slots w, w + 12, ... (the published 11 in one go), then a thread an output adds
+//             them in slot order.
 // Arithmetic  order moe_sum_v1: v = part_sum_v1, Hadamard, * svh;  leaf = floor(8 expert / n_experts);
 //             acc[leaf] = fma(weight, v, acc[leaf]) from +0 in slot order;  t = ((0+1)+(2+3))+((4+5)+(6+7));
 //             y = fma(weight_shared, v_shared, t).
@@ -30,7 +31,7 @@ FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, con
     if (row >= fn_ld(&round->n_rows)) return;
     u64 stride = (u64)fn_ld(&round->rows_cap) * n_slots * hidden;
     const float* at = part + (u64)row * n_slots * hidden + 128u * block + 4u * lane;
-#pragma unroll 2
+#pragma unroll 1
     for (u32 slot = warp; slot < n_slots; slot += FN_THREADS / 32u) {
         FnRoute route = fn_ld(routes + row * n_slots + slot);
         const FnLine& line = lines[route.expert];
@@ -47,7 +48,7 @@ FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, con
     u32 i = threadIdx.x;
     if (i >= 128u) return;
     float acc[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
+#pragma unroll 2
     for (u32 slot = 0; slot + 1u < n_slots; slot++) {
         float v = s.v[slot][i], weight = s.weight[slot];
         u32 leaf = s.leaf[slot];

@@ -20,7 +20,6 @@ from ..kernels.tables import FORMAT_F16, LINEAR, SLOT, exl3_format
 from .contract import Operands, poison
 from .operands import (
     F32_ULP,
-    bytes_of,
     field_at,
     from_fragment,
     linear_table,
@@ -60,7 +59,10 @@ def run_lengths(case: Case) -> list[int]:
 class _Runs:
     """The runs of a case: tables, slots, and rows gathered from per-sequence data."""
 
-    def __init__(self, case: Case, seed: int, state_bytes: int) -> None:
+    def __init__(self, case: Case, seed: int, shape: tuple[int, ...], dtype: Any) -> None:
+        self.shape, self.dtype = shape, np.dtype(dtype)
+        self.size = int(np.prod(shape))
+        self.before = OFFSET // self.dtype.itemsize
         self.case, self.seed = case, seed
         self.lengths = run_lengths(case)
         self.cap = case.int("rows_cap")
@@ -69,8 +71,8 @@ class _Runs:
         self.sequences = [int(i) for i in picked.split(",")]
         self.slots = [len(self.lengths) - i for i in range(len(self.lengths))]
         self.n_rows = sum(self.lengths)
-        self.stride = OFFSET + -(-state_bytes // 256) * 256
-        self.state = poison((len(self.lengths) + 1, self.stride), np.dtype(np.uint8))
+        self.stride = OFFSET + -(-self.size * self.dtype.itemsize // 256) * 256
+        self.state = poison((len(self.lengths) + 1, self.stride // self.dtype.itemsize), self.dtype)
 
     def rows(self, values: Callable[[int], NDArray[Any]]) -> NDArray[Any]:
         """(rows_cap, ...) of the launch; values(sequence) gives that sequence's (N_ROWS, ...)."""
@@ -83,17 +85,16 @@ class _Runs:
         return rows_of(joined, range(self.n_rows), self.cap)
 
     def fill(self, i_run: int, state: NDArray[Any]) -> None:
-        raw = bytes_of(state).reshape(-1)
-        self.state[self.slots[i_run], OFFSET : OFFSET + raw.size] = raw
+        self.state[self.slots[i_run], self.before : self.before + self.size] = state.reshape(-1)
 
-    def read(self, state: NDArray[Any], i_run: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    def read(self, state: NDArray[Any], i_run: int) -> NDArray[Any]:
         """The state of run i out of the array after the launch; everything around it must still be poison."""
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         mine = state[self.slots[i_run]]
-        untouched("state of another layer", mine[:OFFSET])
-        untouched("bytes behind the state", mine[OFFSET + size :])
+        untouched("state of another layer", mine[: self.before])
+        untouched("bytes behind the state", mine[self.before + self.size :])
         untouched("slot without a run", state[0])
-        return np.frombuffer(mine[OFFSET : OFFSET + size].tobytes(), dtype).reshape(shape)
+        found: NDArray[Any] = mine[self.before : self.before + self.size].reshape(self.shape)
+        return found
 
     def spans(self) -> list[slice]:
         ends = np.cumsum([0, *self.lengths])
@@ -114,7 +115,7 @@ class _Runs:
 
 def _gdn_conv(case: Case, seed: int) -> Operands:
     channels = case.int("channels")
-    runs = _Runs(case, seed, 3 * channels * 2)
+    runs = _Runs(case, seed, (3, channels), np.float16)
     w = signed(seed, "w", (channels, 4), 1.0)
     tails = [signed(seed, f"tail{q}", (3, channels), 4.0).astype(np.float16) for q in runs.sequences]
     for i, tail in enumerate(tails):
@@ -145,7 +146,7 @@ def _gdn_conv(case: Case, seed: int) -> Operands:
                     want,
                     size * 4.4 * F32_ULP + np.nan_to_num(np.abs(want)) * 8 * F32_ULP,
                 )
-            tail = runs.read(got["state"], i, (3, channels), np.float16)
+            tail = runs.read(got["state"], i)
             near("tail", tail, f[n:], 0.0)
         untouched("out", got["out"][runs.n_rows :])
 
@@ -162,7 +163,7 @@ def _gdn_conv(case: Case, seed: int) -> Operands:
 def _gdn_step(case: Case, seed: int) -> Operands:
     n_k, n_v = case.int("n_k"), case.int("n_v")
     special = case.dims.get("special")
-    runs = _Runs(case, seed, n_v * HEAD * HEAD * 4)
+    runs = _Runs(case, seed, (n_v, HEAD, HEAD), np.float32)
     a_log, dt_bias = signed(seed, "a_log", (n_v,), 1.0), signed(seed, "dt_bias", (n_v,), 2.0)
     states = [
         signed(seed, f"state{q}", (n_v, HEAD, HEAD), 0.0 if special == "zero" else 0.5)
@@ -192,7 +193,7 @@ def _gdn_step(case: Case, seed: int) -> Operands:
                 qkv[span], a[span], b[span], a_log, dt_bias, states[i], n_k
             )
             near("o", got["o"][span].reshape(-1, n_v, HEAD), want, bound)
-            near("state", runs.read(got["state"], i, (n_v, HEAD, HEAD), np.float32), state, state_bound)
+            near("state", runs.read(got["state"], i), state, state_bound)
         untouched("o", got["o"][runs.n_rows :])
 
     return Operands(

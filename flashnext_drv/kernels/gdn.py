@@ -79,8 +79,8 @@ GDN_STEP: Final = KernelSpec(
     ),
     grid="4 n_v, rows_cap as runs",
     block=128,
-    blocks_per_sm=4,
-    limits={"sm_90a": Limit(regs=128, blocks_per_sm=4), "sm_80": Limit(regs=128, blocks_per_sm=4)},
+    blocks_per_sm=3,
+    limits={"sm_90a": Limit(regs=168, blocks_per_sm=3), "sm_80": Limit(regs=168, blocks_per_sm=3)},
     reference="gdn.delta_rule",
     bound=(
         "One step from the state as stored: sums of 128 products err by (32 + 2) 2^-24 sum |terms|; the "

@@ -86,7 +86,7 @@ SITE_MID: Final = KernelSpec(
     ),
     grid="rows_cap",
     block=384,
-    limits={"sm_90a": Limit(regs=128), "sm_80": Limit(regs=128)},
+    limits={"sm_90a": Limit(regs=72), "sm_80": Limit(regs=72)},
     reference="glue.Site",
     bound=(
         "From the partial sums as given: the sum of U units errs by (U - 1) 2^-24 times the sum of "
@@ -130,7 +130,7 @@ def _up(rows_max: int, registers: int) -> KernelSpec:
         ),
         grid="ceil(hidden / 16)",
         block=128,
-        shared_bytes=4 * rows_max * 20 * 4,
+        shared_bytes=2 * 4 * rows_max * 20 * 4,
         defines=(("FN_ROWS", str(rows_max)),),
         blocks_per_sm=1,
         limits={"sm_90a": Limit(regs=registers), "sm_80": Limit(regs=registers)},
@@ -144,8 +144,8 @@ def _up(rows_max: int, registers: int) -> KernelSpec:
     )
 
 
-SITE_UP_N8: Final = _up(8, 200)
-SITE_UP_N16: Final = _up(16, 216)
+SITE_UP_N8: Final = _up(8, 216)
+SITE_UP_N16: Final = _up(16, 168)
 
 STREAM_ADD: Final = KernelSpec(
     name="stream_add",

@@ -50,7 +50,7 @@ ROUTER_PICK: Final = KernelSpec(
     ),
     grid="rows_cap",
     block=32,
-    shared_bytes=8712,
+    shared_bytes=10760,
     limits={"sm_90a": Limit(regs=64), "sm_80": Limit(regs=64)},
     reference="moe.route",
     bound=(
@@ -154,7 +154,7 @@ MOE_SUM: Final = KernelSpec(
         _WIDTH,
     ),
     grid="hidden / 128, rows_cap",
-    block=256,
+    block=384,
     shared_bytes=17160,
     limits={"sm_90a": Limit(regs=64), "sm_80": Limit(regs=64)},
     reference="moe.Experts",
