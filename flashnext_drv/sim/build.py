@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -56,6 +57,8 @@ _FLAGS: Final = (
 _V3_FEATURES: Final = {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"}
 _INCLUDE: Final = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _WORDS_BYTES: Final = 600
+_KEPT_LIBRARIES: Final = 16
+_KEPT_OBJECTS_S: Final = 14 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -67,20 +70,88 @@ class Compiler:
     version: str
     target: tuple[str, ...]
 
-    @property
-    def key(self) -> str:
-        return "\0".join((self.version, *self.target))
-
 
 @dataclass(frozen=True)
 class _Unit:
-    """One object to compile: its text, what it includes (as digest), and the family it counts for ("" =
-    runtime)."""
+    """One object to compile.  folder: where its includes are looked up first.  family: "" for the runtime."""
 
     name: str
     text: str
     family: str
+    folder: Path
+    flags: tuple[str, ...]
     key: str
+
+
+class _Builder:
+    """Compiler, flags and sources of one build."""
+
+    def __init__(self, compiler: Compiler, flags: tuple[str, ...], root: Path) -> None:
+        self.compiler = compiler
+        self.flags = flags
+        self.root = root
+
+    def unit(self, name: str, text: str, family: str, folder: Path, extra: tuple[str, ...] = ()) -> _Unit:
+        flags = (*self.flags, *extra)
+        return _Unit(name, text, family, folder, flags, self._key(text, folder, flags))
+
+    def runtime(self, ucontext: bool) -> list[_Unit]:
+        """The simulator's own sources; only the executor knows how fibers are switched."""
+        out = []
+        for path in sorted((self.root / "sim").glob("*.cpp")):
+            extra = ("-DFN_SIM_UCONTEXT=1",) if ucontext and path.name == "executor.cpp" else ()
+            text = path.read_text(encoding="utf-8")
+            out.append(self.unit(f"sim/{path.name}", text, "", path.parent, extra))
+        return out
+
+    def kernels(self, family: str) -> list[_Unit]:
+        """One unit per source of the family."""
+        return [
+            self.unit(source, unit_text(family, specs), family, self.root)
+            for source, specs in _by_source(family)
+        ]
+
+    def compile(self, units: Sequence[_Unit], broken: dict[str, str] | None) -> dict[str, Path]:
+        """Objects of `units` by key.  A failing kernel is noted in `broken` when that is given, else raised."""
+        store = cache_root() / "objects"
+        store.mkdir(parents=True, exist_ok=True)
+        wanted = {u.key: store / f"{u.key}.o" for u in units}
+
+        def one(unit: _Unit) -> None:
+            try:
+                self._compile_one(unit, wanted[unit.key])
+            except BuildError as error:
+                if broken is None or not unit.family:
+                    raise
+                broken.setdefault(unit.family, str(error))
+
+        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+            list(pool.map(one, [u for u in units if not wanted[u.key].is_file()]))
+        return wanted
+
+    def link(self, objects: Sequence[Path], library: Path) -> None:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            out = Path(scratch) / library.name
+            how = ("-shared", "-pthread", f"-Wl,-soname,{library.name}", "-o", str(out))
+            _run((*self.compiler.command, *how, *(str(o) for o in objects)), "library")
+            os.replace(out, library)
+
+    def _compile_one(self, unit: _Unit, target: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            source, out = Path(scratch) / "unit.cpp", Path(scratch) / "unit.o"
+            source.write_text(unit.text, encoding="utf-8")
+            where = (f"-I{self.root}", f"-I{self.root / 'sim'}", "-c", str(source), "-o", str(out))
+            _run((*self.compiler.command, *unit.flags, *where), unit.name)
+            if self._key(unit.text, unit.folder, unit.flags) != unit.key:
+                raise BuildError(f"{unit.name} changed while it was compiled", do="run it again")
+            os.replace(out, target)
+
+    def _key(self, text: str, folder: Path, flags: Sequence[str]) -> str:
+        digest = hashlib.sha256("\0".join((self.compiler.version, *flags, text)).encode())
+        for path, data in sorted(_included(self.root, folder, text).items()):
+            digest.update(path.encode() + b"\0" + hashlib.sha256(data).digest())
+        return digest.hexdigest()[:40]
 
 
 def cache_root() -> Path:
@@ -129,59 +200,35 @@ def build(
     """
     compiler = find_compiler()
     flags = _FLAGS + (("-DFN_SIM_PORTABLE",) if portable else compiler.target)
-    if ucontext:
-        flags += ("-DFN_SIM_UCONTEXT=1",)
+    builder = _Builder(compiler, flags, catalog.source_root())
     chosen = tuple(families) if families is not None else catalog.families()
-    root = catalog.source_root()
-    runtime = [
-        _unit(root, f"sim/{p.name}", p.read_text(encoding="utf-8"), "", p.parent, compiler, flags)
-        for p in sorted((root / "sim").glob("*.cpp"))
-    ]
-    kernels: list[_Unit] = []
+    units = builder.runtime(ucontext)
     broken: dict[str, str] = {}
     for family in chosen:
         try:
-            kernels += [
-                _unit(root, source, unit_text(family, specs), family, root, compiler, flags)
-                for source, specs in _by_source(family)
-            ]
+            units += builder.kernels(family)
         except Exception as error:  # a family's declarations may be half written, in any way
             if not partial:
                 raise
             broken[family] = f"{type(error).__name__}: {error}"
     mark = hashlib.sha256()
-    for unit in (*runtime, *kernels):
+    for unit in units:
         mark.update(f"{unit.family}\0{unit.name}\0{unit.key}\0".encode())
     for family in chosen:
         mark.update(f"{family}\0{broken.get(family) or catalog.image_digest(family)}\0".encode())
-    folder = cache_root() / f"sim-{mark.hexdigest()[:32]}"
-    library = folder / "libcuda.so.1"
+    library = cache_root() / f"sim-{mark.hexdigest()[:32]}" / "libcuda.so.1"
     if library.is_file():
+        os.utime(library)
         return library
-    with _lock(cache_root() / "build.lock"):
+    with _lock(cache_root() / f"{mark.hexdigest()[:2]}.lock"):
         if library.is_file():
             return library
-        objects = _compile(runtime + kernels, compiler, flags, root, broken if partial else None)
-        good = [u for u in runtime + kernels if u.family not in broken]
-        table = _table(chosen, broken)
-        record = _unit(root, "sim/built", table, "", root / "sim", compiler, flags)
-        objects |= _compile([record], compiler, flags, root, None)
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            out = Path(scratch) / "libcuda.so.1"
-            _run(
-                compiler.command
-                + (
-                    "-shared",
-                    "-pthread",
-                    "-Wl,-soname,libcuda.so.1",
-                    "-o",
-                    str(out),
-                    *(str(objects[u.key]) for u in (*good, record)),
-                ),
-                "link",
-            )
-            os.replace(out, library)
+        objects = builder.compile(units, broken if partial else None)
+        record = builder.unit("sim/built", _table(chosen, broken), "", builder.root / "sim")
+        objects |= builder.compile([record], None)
+        good = [u for u in (*units, record) if u.family not in broken]
+        builder.link([objects[u.key] for u in good], library)
+        _prune()
     return library
 
 
@@ -208,15 +255,6 @@ def _by_source(family: str) -> list[tuple[str, list[KernelSpec]]]:
     return list(groups.items())
 
 
-def _unit(
-    root: Path, name: str, text: str, family: str, folder: Path, compiler: Compiler, flags: Sequence[str]
-) -> _Unit:
-    digest = hashlib.sha256("\0".join((compiler.key, *flags, text)).encode())
-    for path, data in sorted(_included(root, folder, text).items()):
-        digest.update(path.encode() + b"\0" + hashlib.sha256(data).digest())
-    return _Unit(name, text, family, digest.hexdigest()[:40])
-
-
 def _included(root: Path, folder: Path, text: str) -> dict[str, bytes]:
     """Every file that `text` (standing in `folder`) includes by quotes, directly or not: path -> bytes."""
     found: dict[str, bytes] = {}
@@ -232,46 +270,6 @@ def _included(root: Path, folder: Path, text: str) -> dict[str, bytes]:
                 found[key] = path.read_bytes()
                 todo.append((path.parent, found[key].decode("utf-8", "replace")))
     return found
-
-
-def _compile(
-    units: Sequence[_Unit],
-    compiler: Compiler,
-    flags: Sequence[str],
-    root: Path,
-    broken: dict[str, str] | None,
-) -> dict[str, Path]:
-    """Objects of `units` by key; a failing unit is noted in `broken` when that is given, else raised."""
-    store = cache_root() / "objects"
-    store.mkdir(parents=True, exist_ok=True)
-    missing = [u for u in units if not (store / f"{u.key}.o").is_file()]
-
-    def one(unit: _Unit) -> None:
-        with tempfile.TemporaryDirectory(dir=store) as scratch:
-            source, out = Path(scratch) / "unit.cpp", Path(scratch) / "unit.o"
-            source.write_text(unit.text, encoding="utf-8")
-            command = (
-                *compiler.command,
-                *flags,
-                f"-I{root}",
-                f"-I{root / 'sim'}",
-                "-c",
-                str(source),
-                "-o",
-                str(out),
-            )
-            try:
-                _run(command, unit.name)
-            except BuildError as error:
-                if broken is None or not unit.family:
-                    raise
-                broken.setdefault(unit.family, str(error))
-                return
-            os.replace(out, store / f"{unit.key}.o")
-
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        list(pool.map(one, missing))
-    return {u.key: store / f"{u.key}.o" for u in units}
 
 
 def _run(command: Sequence[str], what: str) -> None:
@@ -335,3 +333,20 @@ def _lock(path: Path) -> Iterator[None]:
     with open(path, "w", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+def _prune() -> None:
+    """Drop what has not been used for a while: all but the newest libraries, and old objects."""
+    libraries = sorted(cache_root().glob("sim-*/libcuda.so.1"), key=_used, reverse=True)
+    for old in libraries[_KEPT_LIBRARIES:]:
+        shutil.rmtree(old.parent, ignore_errors=True)
+    for path in (cache_root() / "objects").glob("*.o"):
+        if time.time() - _used(path) > _KEPT_OBJECTS_S:
+            path.unlink(missing_ok=True)
+
+
+def _used(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
