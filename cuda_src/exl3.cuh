@@ -1,31 +1,32 @@
-// exl3.cuh: products with weights, shared by linear_*, moe_* and every kernel that prepares or finishes a linear.
+// exl3.cuh: products with weights, shared by linear_*, moe_* and all kernels that prepare or finish a linear.
 //
-// Public helpers (all lanes of a warp must call those marked W):
-//   fn_dot_segments(k, n, leaves)                     segments of a leaf, the rule of the order
-//   fn_unit_range(k, units, unit, k0, k1)             the k range of one unit
-//   fn_frag_pos(k)                                    where element k of an operand row lies (fragment order)
-//   fn_store_frag4(row, k, v)                         4 consecutive f16 operand elements into fragment order
-//   fn_sum_units(part, leaves, segments, stride)      order part_sum_v1 of one output; fn_sum_units4: of 4 neighbours
-//   fn_exl3_rotate_in(v, suh)                       W x * suh, Hadamard; v = elements 4 lane .. 4 lane + 3 of a block
-//   fn_exl3_rotate_out(v, svh)                      W Hadamard, * svh
-//   fn_linear_store_input(v, linear, row, block)    W rotate (EXL3) or not, round to f16, store the operand
-//   fn_linear_finish_block(linear, rows_cap, row, block, v)  W units summed and finished (EXL3: rotated, svh, bias)
-//   fn_bf16_split(h2, hi, lo)                         two f16 into exact bf16 hi + lo
-//   fn_weight_dot<ROW_TILES, PLAIN>(...)            W 32 outputs x one k range x up to 8 ROW_TILES rows
+// Public helpers (all lanes of a warp must call those marked W; v: a block's elements 4 lane .. 4 lane + 3):
+//   fn_dot_segments(k, n, leaves)                   segments of a leaf, the rule of the orders
+//   fn_unit_range(k, units, unit, k0, k1)           the k range of one unit
+//   fn_frag_pos(k)                                  where element k of an operand row lies (fragment order)
+//   fn_store_frag4(row, k, v)                       4 neighbouring f16 operand elements into fragment order
+//   fn_load_h4(p, v)                                4 neighbouring f16 as f32
+//   fn_sum_units(part, leaves, segments, stride)    order part_sum_v1 of one output; fn_sum_units4: of 4
+//   fn_exl3_rotate_in(v, suh)                     W x * suh, Hadamard
+//   fn_exl3_rotate_out(v, svh)                    W Hadamard, * svh
+//   fn_linear_store_input(v, linear, row, block)  W rotate (EXL3) or not, round to f16, store the operand
+//   fn_linear_finish_block(linear, rows_cap, row, block, v)  W sum of units, finished (EXL3: svh, bias)
+//   fn_bf16_split(h2, hi, lo)                       two f16 into exact bf16 hi + lo
+//   fn_weight_dot<ROW_TILES, PLAIN>(...)          W 32 outputs x one k range x up to 8 ROW_TILES rows
 //
-// Alignment: trellis data 4 bytes, plain data 16, suh, svh, bias and operand rows 8, part 16 (where n % 4 == 0).
-// Orders: exl3_dot_v1, plain_dot_v1, part_sum_v1 in ARITHMETIC.md.  Format: EXL3 notes, sections 4 and 5.
+// Alignment: trellis data 4 bytes, plain data 16; suh, svh, bias, operand rows 8; part 16 where n % 4 == 0.
+// Orders: exl3_dot_v1, plain_dot_v1, part_sum_v1, hadamard (ARITHMETIC.md).  Format: EXL3 notes 4, 5.
 #pragma once
 #include "prelude.cuh"
 #include "warp.cuh"
 #include "mma.cuh"
 #include "tables.cuh"
 
-// ---- units ---------------------------------------------------------------------------------------------------
+// ---- units ------------------------------------------------------------------------------------------------
 
 FN_DEVICE u32 fn_dot_segments(u32 k, u32 n, u32 leaves) {
     u32 leaf = k / leaves, s = 1;
-    while (s < 32u && (u64)(2u * s) * n <= 49152u && (leaf & (32u * s - 1u)) == 0 && leaf >= 512u * s) s *= 2u;
+    while (s < 32u && 2u * s * n <= 49152u && (leaf & (32u * s - 1u)) == 0 && leaf >= 512u * s) s *= 2u;
     return s;
 }
 
@@ -41,10 +42,10 @@ FN_DEVICE float fn_sum_leaf(const float* part, u32 segments, u64 stride) {
     return sum;
 }
 
-// part: the output's value of unit 0; stride: floats between units.  Segments of a leaf in rising order, leaves by the
-// canonical tree ((0+1)+(2+3))+((4+5)+(6+7)); leaves is 1, 2, 4 or 8.
+// part: the output's value of unit 0; stride: floats between units.  Segments of a leaf in rising order,
+// leaves by the canonical tree ((0+1)+(2+3))+((4+5)+(6+7)); leaves is 1, 2, 4 or 8.
 FN_DEVICE float fn_sum_units(const float* part, u32 leaves, u32 segments, u64 stride) {
-    float sum = 0.f, one = 0.f, two = 0.f, four = 0.f;  // finished subtrees that wait for their right neighbour
+    float sum = 0.f, one = 0.f, two = 0.f, four = 0.f;  // finished subtrees that wait for their neighbour
     for (u32 leaf = 0; leaf < leaves; leaf++) {
         sum = fn_sum_leaf(part + leaf * segments * stride, segments, stride);
         if (!(leaf & 1u)) { one = sum; continue; }
@@ -76,7 +77,8 @@ FN_DEVICE void fn_sum_units4(const float* part, u32 leaves, u32 segments, u64 st
 #pragma unroll 4
         for (u32 s = 1; s < segments; s++) {
             p = fn_ld(reinterpret_cast<const float4*>(at + s * stride));
-            v[0] = fn_add(v[0], p.x), v[1] = fn_add(v[1], p.y), v[2] = fn_add(v[2], p.z), v[3] = fn_add(v[3], p.w);
+            v[0] = fn_add(v[0], p.x), v[1] = fn_add(v[1], p.y);
+            v[2] = fn_add(v[2], p.z), v[3] = fn_add(v[3], p.w);
         }
         if (!(leaf & 1u)) { fn_copy4(one, v); continue; }
         fn_add4(v, one);
@@ -87,7 +89,7 @@ FN_DEVICE void fn_sum_units4(const float* part, u32 leaves, u32 segments, u64 st
     }
 }
 
-// ---- operands ------------------------------------------------------------------------------------------------
+// ---- operands ---------------------------------------------------------------------------------------------
 
 FN_DEVICE u32 fn_frag_pos(u32 k) {
     return (k & ~15u) + 4u * ((k & 7u) >> 1) + 2u * ((k >> 3) & 1u) + (k & 1u);
@@ -134,7 +136,8 @@ FN_DEVICE void fn_linear_store_input(float (&v)[4], const FnLinear& linear, u32 
 }
 
 // v: finished outputs 128 block + 4 lane .. + 3; zero beyond n.
-FN_DEVICE void fn_linear_finish_block(const FnLinear& linear, u32 rows_cap, u32 row, u32 block, float (&v)[4]) {
+FN_DEVICE void fn_linear_finish_block(const FnLinear& linear, u32 rows_cap, u32 row, u32 block,
+                                      float (&v)[4]) {
     u32 n = linear.n, at = 128u * block + 4u * (threadIdx.x & 31u);
     u64 stride = (u64)rows_cap * n;
     const float* part = reinterpret_cast<const float*>(linear.part) + (u64)row * n + at;
@@ -168,7 +171,7 @@ FN_DEVICE void fn_bf16_split(u32 h2, u32& hi, u32& lo) {
     lo = fn_pack_h2(l[0], l[1]);
 }
 
-// ---- codebooks: two 16-bit states -> two f16 weights in a word ------------------------------------------------
+// ---- codebooks: two 16-bit states -> two f16 weights in a word --------------------------------------------
 
 template <u32 CODEBOOK> FN_DEVICE u32 fn_codebook2(u32 low, u32 high);
 
@@ -189,10 +192,10 @@ template <> FN_DEVICE u32 fn_codebook2<0>(u32 low, u32 high) {  // 3inst
     return fn_codebook_halves(low * 89226354u + 64248484u, high * 89226354u + 64248484u);
 }
 
-// ---- the tile's ring -------------------------------------------------------------------------------------------
+// ---- the tile's ring --------------------------------------------------------------------------------------
 
-// Width w2 / 2 bits.  Lane l owns stream positions 8 l .. 8 l + 7; its windows end at stream bit 4 w2 (l + 1), and
-// window j ends fn_ring_behind(w2, j) bits earlier.
+// Width w2 / 2 bits.  Lane l owns stream positions 8 l .. 8 l + 7; its windows end at stream bit
+// 4 w2 (l + 1), and window j ends fn_ring_behind(w2, j) bits earlier.
 FN_DEVICE constexpr u32 fn_ring_behind(u32 w2, u32 j) { return 4 * w2 - (j + 1) * w2 / 2; }
 // Bits from the start of a lane's first window to the end of the word in which its last one ends, at most.
 FN_DEVICE constexpr u32 fn_ring_span(u32 w2) {
@@ -211,7 +214,7 @@ template <u32 W2> struct FnRing {
         kAligned = W2 % 8 == 0,                             // every lane's windows end with a word
         kVector = (16 + fn_ring_behind(W2, 0) + 31) / 32,   // words that hold all windows of a lane, shifted
         kLoads = (fn_ring_span(W2) + 31) / 32,              // words that hold them, as stored
-        kTwoOffsets = kLoads == 2 || W2 >= 10,              // from 5 bits on word 1 is always just below word 0
+        kTwoOffsets = kLoads == 2 || W2 >= 10,              // from 5 bits on word 1 lies just below word 0
     };
     static_assert(kLoads == 2 || kLoads == 3, "two or three words a lane");
 
@@ -226,7 +229,8 @@ template <u32 W2> struct FnRing {
     }
     FN_DEVICE void load(const u8* tile, u32 (&w)[kLoads]) const {
         w[0] = fn_ldg(reinterpret_cast<const u32*>(tile + low));
-        if (kLoads == 3) w[1] = fn_ldg(reinterpret_cast<const u32*>(kTwoOffsets ? tile + low - 4 : tile + middle));
+        if (kLoads == 3)
+            w[1] = fn_ldg(reinterpret_cast<const u32*>(kTwoOffsets ? tile + low - 4 : tile + middle));
         w[kLoads - 1] = fn_ldg(reinterpret_cast<const u32*>(tile + high));
     }
     template <u32 OFFSET> static FN_DEVICE u32 window(const u32 (&v)[3]) {
@@ -238,7 +242,8 @@ template <u32 W2> struct FnRing {
     }
     // Windows J and J + 16 / width (16 bits later, so nearer to the end) from one word: widths 4 and 8.
     template <u32 J> static FN_DEVICE void pair(const u32 (&v)[3], u32 (&state)[8]) {
-        constexpr u32 later = J + 32 / W2, q = fn_ring_behind(W2, later) / 32, r = fn_ring_behind(W2, later) % 32;
+        constexpr u32 later = J + 32 / W2, offset = fn_ring_behind(W2, later);
+        constexpr u32 q = offset / 32, r = offset % 32;
         u32 both = r ? fn_funnel_r(v[q], v[q + 1 < 3 ? q + 1 : 2], r) : v[q];
         state[later] = both & 0xffffu;
         state[J] = both >> 16;
@@ -261,10 +266,10 @@ template <u32 W2> struct FnRing {
     }
 };
 
-// ---- weights of a warp: two neighbouring tiles of 16 outputs, one k step of 16 at a time ------------------------
+// ---- weights of a warp: two neighbouring tiles of 16 outputs, one k step of 16 at a time ------------------
 
 template <u32 W2, u32 CODEBOOK> struct FnTrellis {
-    enum : u32 { kDepth = W2 == 7 || W2 > 10 ? 2 : 4, kBf16 = 0 };  // kDepth: k steps whose words are on their way
+    enum : u32 { kDepth = W2 == 7 || W2 > 10 ? 2 : 4, kBf16 = 0 };  // kDepth: k steps that are loaded ahead
     struct Step { u32 w[2][FnRing<W2>::kLoads]; };
 
     FnRing<W2> ring;
@@ -273,7 +278,8 @@ template <u32 W2, u32 CODEBOOK> struct FnTrellis {
 
     FN_DEVICE FnTrellis(const FnWeight& w, u32, u32 n, u32 pair, u32 step0) : ring(threadIdx.x & 31u) {
         row_bytes = n / 16u * FnRing<W2>::kTileBytes;
-        data = reinterpret_cast<const u8*>(w.data) + (u64)step0 * row_bytes + 2u * pair * FnRing<W2>::kTileBytes;
+        data = reinterpret_cast<const u8*>(w.data) + (u64)step0 * row_bytes;
+        data += 2u * pair * FnRing<W2>::kTileBytes;
     }
     FN_DEVICE void load(u32 i, Step& s) const {  // of the i-th step from here
         const u8* tile = data + (u64)row_bytes * i;
@@ -300,7 +306,8 @@ template <bool BF16> struct FnPlain {
 
     FN_DEVICE FnPlain(const FnWeight& w, u32 k, u32 n, u32 pair, u32 step0) {
         u32 steps = k / 16u;
-        data = reinterpret_cast<const uint4*>(w.data) + ((u64)(2u * pair) * steps + step0) * 32u + (threadIdx.x & 31u);
+        data = reinterpret_cast<const uint4*>(w.data) + ((u64)(2u * pair) * steps + step0) * 32u;
+        data += threadIdx.x & 31u;
         other = 16u * (2u * pair + 1u) < n ? 32u * steps : 0u;
     }
     FN_DEVICE void load(u32 i, Step& s) const {
@@ -331,8 +338,8 @@ template <u32 ROW_TILES> struct FnRows {
 
 // One k step: d[tile][row tile] += weights x rows.
 template <class Weights, u32 ROW_TILES>
-FN_DEVICE void fn_dot_step(const Weights& weights, const typename Weights::Step& words, const uint2 (&x)[ROW_TILES],
-                           float (&d)[2][ROW_TILES][4]) {
+FN_DEVICE void fn_dot_step(const Weights& weights, const typename Weights::Step& words,
+                           const uint2 (&x)[ROW_TILES], float (&d)[2][ROW_TILES][4]) {
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
         u32 a[4];
@@ -353,8 +360,8 @@ FN_DEVICE void fn_dot_step(const Weights& weights, const typename Weights::Step&
     }
 }
 
-// d += weights x rows over n_steps k steps, k rising.  Groups of kDepth steps: the words of the next group are asked for
-// as those of this one are used; the steps that make no group come last.
+// d += weights x rows over n_steps k steps, k rising.  Groups of kDepth steps: the words of the next group
+// are asked for as those of this one are used; the steps that make no group come last.
 template <class Weights, u32 ROW_TILES>
 FN_DEVICE void fn_dot_run(Weights weights, FnRows<ROW_TILES> rows, u32 n_steps, float (&d)[2][ROW_TILES][4]) {
     constexpr u32 depth = Weights::kDepth;
@@ -393,12 +400,13 @@ FN_DEVICE void fn_dot_run(Weights weights, FnRows<ROW_TILES> rows, u32 n_steps, 
     }
 }
 
-// Outputs 32 pair .. 32 pair + 31 of weights w (k inputs, n outputs) over inputs k0 .. k1 - 1, from zero accumulators.
-// rows: at the row's start (this adds k0 and the lane's place).  With g = lane / 4, t = lane % 4: d[i][r][0], [1] are
-// output 32 pair + 16 i + g of rows 8 r + 2 t, + 1; d[i][r][2], [3] of output + 8.  Unknown formats give NaN.
+// Outputs 32 pair .. 32 pair + 31 of weights w (k inputs, n outputs) over inputs k0 .. k1 - 1, from zero
+// accumulators.  rows: at the row's start (this adds k0 and the lane's place).  With g = lane / 4 and
+// t = lane % 4, d[i][r][0], [1] are output 32 pair + 16 i + g of rows 8 r + 2 t, + 1, and d[i][r][2], [3] are
+// output + 8 of the same rows.  Unknown formats give NaN.
 template <u32 ROW_TILES, bool PLAIN>
-FN_DEVICE void fn_weight_dot(const FnWeight& w, u32 k, u32 n, u32 pair, u32 k0, u32 k1, FnRows<ROW_TILES> rows,
-                             float (&d)[2][ROW_TILES][4]) {
+FN_DEVICE void fn_weight_dot(const FnWeight& w, u32 k, u32 n, u32 pair, u32 k0, u32 k1,
+                             FnRows<ROW_TILES> rows, float (&d)[2][ROW_TILES][4]) {
     u32 n_steps = (k1 - k0) / 16u, step0 = k0 / 16u;
 #pragma unroll
     for (u32 r = 0; r < ROW_TILES; r++) {

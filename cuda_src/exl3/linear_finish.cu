@@ -1,6 +1,7 @@
 // linear_finish: sums the units of the linears of one launch and finishes their outputs.
-// Contract    linears[j].part (units, rows_cap, n) f32 -> linears[j].out (rows_cap, n) f32, rows < n_rows.  EXL3: n % 128
-//             == 0, rotated, times svh, plus f16 bias where there is one; f16 and bf16: the sum, any n >= 1.
+// Contract    linears[j].part (units, rows_cap, n) f32 -> linears[j].out (rows_cap, n) f32, rows < n_rows.
+//             EXL3: n % 128 == 0, rotated, times svh, plus f16 bias where there is one; f16 and bf16: the
+//             sum, any n >= 1.
 // Launch      grid (ceil(n_max / 512), n_linears, rows_cap), block 128: one warp a block of 128 outputs.
 // Arithmetic  orders part_sum_v1 and hadamard: units, fn_hadamard128, fn_mul(., svh), fn_add(., f32(bias)).
 // Equality    the same bytes as moe_act and moe_sum for the same sums: one helper finishes all.

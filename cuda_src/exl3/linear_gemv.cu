@@ -1,10 +1,12 @@
-// linear_gemv: partial sums of several linears for at most 8 FN_ROW_TILES rows; each linear has its own format.
-// Contract    linears[j].x (rows_cap, x_stride) f16 operands, linears[j].w -> linears[j].part (units, rows_cap, n) f32,
-//             rows < n_rows and outputs < n only.  rows_cap <= 8 FN_ROW_TILES.  EXL3: k, n % 128 == 0; plain: k % 16
-//             == 0, any n >= 1.  n_warps = ceil(n / 32) * units; first_warp counts warps of the linears before.
+// linear_gemv: partial sums of several linears, each of any format, for at most 8 FN_ROW_TILES rows.
+// Contract    linears[j].x (rows_cap, x_stride) f16 operands, linears[j].w -> linears[j].part (units,
+//             rows_cap, n) f32, rows < n_rows and outputs < n only.  rows_cap <= 8 FN_ROW_TILES.  EXL3: k, n
+//             % 128 == 0; plain: k % 16 == 0, any n >= 1.  n_warps = ceil(n / 32) * units; first_warp counts
+//             warps of the linears before.
 // Launch      grid (ceil(total warps / 4)), block 128.  Warp: 32 outputs of one unit, all rows.
-// Arithmetic  orders exl3_dot_v1 and plain_dot_v1: one chain of k16 mma steps a unit, k rising, from zero; bf16: the
-//             operand as hi + lo, hi first.  Rows that are not there are zeros: rows of an mma do not meet.
+// Arithmetic  orders exl3_dot_v1 and plain_dot_v1: one chain of k16 mma steps a unit, k rising, from zero;
+//             bf16: the operand as hi + lo, hi first.  Rows that are not there are zeros: rows of an mma do
+//             not meet.
 // Equality    a row's bytes do not depend on the other rows, on rows_cap or on which of n8 and n16 runs.
 // Reference   ref/exl3.py decode_linear, ref/orders.py mma_chain.
 #include "exl3.cuh"

@@ -1,10 +1,12 @@
 // linear_input: makes the f16 operand rows of the linears of one launch from their common f32 input.
-// Contract    x (rows_cap, x_stride) f32; linears FnLinear[grid.y] -> linears[j].x (rows_cap, linears[j].x_stride) f16 in
-//             fragment order, elements 0 .. k - 1 of rows < n_rows.  EXL3: k % 128 == 0, rotated with the linear's
-//             suh; f16 and bf16: k % 16 == 0, rounded as they are.  Touches nothing else.
+// Contract    x (rows_cap, x_stride) f32; linears FnLinear[grid.y] -> linears[j].x (rows_cap,
+//             linears[j].x_stride) f16 in fragment order, elements 0 .. k - 1 of rows < n_rows.  EXL3: k %
+//             128 == 0, rotated with the linear's suh; f16 and bf16: k % 16 == 0, rounded as they are.
+//             Touches nothing else.
 // Launch      grid (ceil(k_max / 512), n_linears, rows_cap), block 128: one warp a block of 128 inputs.
 // Arithmetic  fn_mul(x, suh), fn_hadamard128, f16 once (order hadamard); plain: f16 once.
-// Equality    the same bytes as gdn_gate_input, qsa_merge and moe_input for the same values: one helper makes all.
+// Equality    the same bytes as gdn_gate_input, qsa_merge and moe_input for the same values: one helper makes
+//             all.
 // Reference   ref/exl3.py Linear.operand.
 #include "exl3.cuh"
 

@@ -2,13 +2,13 @@
 #pragma once
 #include "exl3.cuh"
 
-// w: n outputs, k inputs, EXL3.  x: the operand row.  part: output 0 of unit 0; unit_stride: floats between units.
-// The warp index inside the dot comes from blockIdx.x; warps beyond the dot return.
+// w: n outputs, k inputs, EXL3.  x: the operand row.  part: output 0 of unit 0; unit_stride: floats between
+// units. The warp index inside the dot comes from blockIdx.x; warps beyond the dot return.
 FN_DEVICE void fn_slot_dot(const FnWeight& w, u32 k, u32 n, const u16* x, float* part, u64 unit_stride) {
     u32 warp = blockIdx.x * (FN_THREADS / 32u) + (threadIdx.x >> 5), lane = threadIdx.x & 31u;
-    u32 n_pairs = n / 32u, units = fn_dot_segments(k, n, 1), unit = warp / n_pairs, pair = warp - unit * n_pairs;
+    u32 n_pairs = n / 32u, units = fn_dot_segments(k, n, 1), unit = warp / n_pairs;
     if (unit >= units) return;
-    u32 k0, k1;
+    u32 pair = warp - unit * n_pairs, k0, k1;
     fn_unit_range(k, units, unit, k0, k1);
     FnRows<1> rows;  // the row is row 0 of the mma: lanes 0 .. 3 hold it
     rows.at[0] = x;

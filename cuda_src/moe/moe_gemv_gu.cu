@@ -1,20 +1,24 @@
 // moe_gemv_gu: partial sums of the gate and up projections of every (row, slot).
-// Contract    routes FnRoute (rows_cap, n_slots); lines FnLine[]; x (rows_cap, n_slots, 2, hidden) f16 operands, index 0
-//             gate, 1 up -> part (units, rows_cap, n_slots, 2, width_cap) f32, rows < n_rows, units and outputs below
-//             the line's own.  EXL3 projections of any width and codebook, each line its own; hidden, width % 128 == 0.
-// Launch      grid (ceil(warps_cap / 4), 2 n_slots, rows_cap), block 128, warps_cap = width_cap / 32 * units_cap;
-//             warps beyond the line's width / 32 * segments return.  Warp: 32 outputs of one unit of one dot.
-// Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, width, 1) segments; the other 7 rows of the mma are 0.
+// Contract    routes FnRoute (rows_cap, n_slots); lines FnLine[]; x (rows_cap, n_slots, 2, hidden) f16
+//             operands, index 0 gate, 1 up -> part (units, rows_cap, n_slots, 2, width_cap) f32, rows <
+//             n_rows, units and outputs below the line's own.  EXL3 projections of any width and codebook,
+//             each line its own; hidden, width % 128 == 0.
+// Launch      grid (ceil(warps_cap / 4), 2 n_slots, rows_cap), block 128, warps_cap = width_cap / 32 *
+//             units_cap; warps beyond the line's width / 32 * segments return.  Warp: 32 outputs of one unit
+//             of one dot.
+// Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, width, 1) segments; the other 7 rows of
+//             the mma are 0.
 // Equality    the same bytes as linear_gemv for the same operand, weights and segments.
 // Reference   ref/exl3.py decode_linear, ref/orders.py mma_chain.
 #include "moe/gemv_slot.cuh"
 
-FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const u16* x, float* part, u32 hidden,
-           u32 n_slots, u32 width_cap)) {
+FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const u16* x, float* part,
+           u32 hidden, u32 n_slots, u32 width_cap)) {
     u32 row = blockIdx.z;
     if (row >= round->n_rows) return;
     const FnLine& line = lines[routes[(u64)row * n_slots + (blockIdx.y >> 1)].expert];
     const FnWeight& w = blockIdx.y & 1u ? line.up : line.gate;
-    u64 dot = (u64)row * 2u * n_slots + blockIdx.y, unit_stride = (u64)round->rows_cap * 2u * n_slots * width_cap;
+    u64 dot = (u64)row * 2u * n_slots + blockIdx.y;
+    u64 unit_stride = (u64)round->rows_cap * 2u * n_slots * width_cap;
     fn_slot_dot(w, hidden, line.width, x + dot * hidden, part + dot * width_cap, unit_stride);
 }
