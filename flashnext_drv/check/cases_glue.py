@@ -37,7 +37,7 @@ from .operands import (
     within_f16,
 )
 
-__all__ = ["build"]
+__all__ = ["build", "rms_row_v1"]
 
 Arrays = dict[str, NDArray[Any]]
 N_ROWS: Final = 16

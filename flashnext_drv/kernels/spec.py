@@ -1,7 +1,8 @@
 """What a kernel declares about itself, as plain data.
 
-Read by build_kernels.py (sources, macros, parameter layout), kernels/bind.py (launcher), sim/build.py (thunks),
-check/contract.py (cases) and the tables.  Stdlib only: the build imports it in an isolated environment.
+Read by build_kernels.py (sources, macros, parameter layout), kernels/bind.py (launcher), sim/build.py
+(thunks), check/contract.py (cases) and the tables.  Stdlib only: the build imports it in an isolated
+environment.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Arg:
     """One kernel parameter.
 
     kind: PTR, U32, I32, U64 or F32.  doc: shape and dtype, or unit and range.
-    rights: for pointers "r", "w" or "rw": what the kernel does with the bytes it points to (not with what a table
-    there points to in turn).
+    rights: for pointers "r", "w" or "rw": what the kernel does with the bytes it points to (not with what a
+    table there points to in turn).
     """
 
     name: str
@@ -56,7 +57,8 @@ class Limit:
 
 @dataclass(frozen=True)
 class Case:
-    """One named set of dimensions under which a kernel is checked; `dims` is read by the family's case builder."""
+    """One named set of dimensions under which a kernel is checked; `dims` is read by the family's case
+    builder."""
 
     name: str
     dims: Mapping[str, int | float | str]
@@ -76,9 +78,9 @@ class KernelSpec:
     """One kernel: source, arithmetic order, parameters, launch shape, resources, reference and cases.
 
     source: path below cuda_src.  order: name in ARITHMETIC.md ("" for kernels without a sum).
-    grid: words, one line.  block: threads, a multiple of 32.  shared_bytes: sizeof of the FN_SHARED struct, else 0.
-    defines: macros set before the source is included, besides FN_NAME, FN_NAMESPACE, FN_THREADS, FN_BLOCKS_PER_SM
-    and FN_SHARED_BYTES.  reference: "<module>.<function>" below flashnext_drv.ref.
+    grid: words, one line.  block: threads, a multiple of 32.  shared_bytes: sizeof of the FN_SHARED struct,
+    else 0. defines: macros set before the source is included, besides FN_NAME, FN_NAMESPACE, FN_THREADS,
+    FN_BLOCKS_PER_SM and FN_SHARED_BYTES.  reference: "<module>.<function>" below flashnext_drv.ref.
     bound: words, with the derivation of the tolerance against FP64.
     """
 

@@ -23,7 +23,8 @@ ROW: Final = np.dtype([(name, "<u4") for name in
                        ("slot", "run", "token", "position", "prev1", "prev2", "emit", "i_out")])
 RUN: Final = np.dtype([(name, "<u4") for name in ("slot", "first_row", "n_rows", "first_position")])
 SLOT: Final = np.dtype([("pages", "<u8"), ("recurrent", "<u8"), ("seed", "<u8"), ("temperature", "<f4"),
-                        ("top_p", "<f4"), ("min_p", "<f4"), ("top_k", "<u4"), ("pad0", "<u4"), ("pad1", "<u4")])
+                        ("top_p", "<f4"), ("min_p", "<f4"), ("top_k", "<u4"), ("pad0", "<u4"),
+                        ("pad1", "<u4")])
 PAGE: Final = np.dtype([("kv", "<u8"), ("index", "<u8")])
 WEIGHT: Final = np.dtype([("data", "<u8"), ("suh", "<u8"), ("svh", "<u8"), ("format", "<u4"), ("pad", "<u4")])
 LINEAR: Final = np.dtype([("w", WEIGHT), ("x", "<u8"), ("part", "<u8"), ("out", "<u8"), ("bias", "<u8"),

@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 from .config import ModelConfig
 from .header import Tensor
 
-__all__ = ["BF16_ROWS", "NgramInfo", "ngram_info"]
+__all__ = ["BF16_ROWS", "NgramInfo", "Source", "ngram_info"]
 
 BF16_ROWS: Final = "bf16"
 _TABLE: Final = re.compile(r"(?:^|\.)ngram_embedding\.(?:shard_(\d+)\.)?(trellis|weight)$")

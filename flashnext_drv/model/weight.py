@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 from ..kernels.tables import FORMAT_BF16, FORMAT_F16, exl3_format
 from .header import Tensor
 
-__all__ = ["MARKERS", "VECTOR_DTYPES", "LinearInfo", "find_linear", "wrong_tensor"]
+__all__ = ["MARKERS", "VECTOR_DTYPES", "LinearInfo", "Source", "find_linear", "wrong_tensor"]
 
 MARKERS: Final[Mapping[str, int]] = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 VECTOR_DTYPES: Final = ("F16", "BF16", "F32")

@@ -27,7 +27,7 @@ from .tables import DeviceTables
 from .upload import Uploader
 from .weights import WeightStore
 
-__all__ = ["ExpertStore", "expert_bytes"]
+__all__ = ["ExpertStore", "expert_bytes", "layer_line_bytes", "part_bytes"]
 
 PROJECTIONS = ("gate", "up", "down")
 

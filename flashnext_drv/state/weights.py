@@ -30,7 +30,7 @@ from ..model.weight import LinearInfo
 from .tables import DeviceTables
 from .upload import Uploader
 
-__all__ = ["WeightStore", "weight_bytes"]
+__all__ = ["Item", "WeightStore", "linear_items", "weight_bytes"]
 
 Array = npt.NDArray[np.generic]
 
