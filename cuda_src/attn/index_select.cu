@@ -18,6 +18,7 @@ namespace FN_NAMESPACE {
 #define FN_DIGITS 2048u
 #define FN_CANDIDATES 2048u
 #define FN_WORDS 2048u  // of a bitmap: 65,536 blocks, 262,144 tokens
+#define FN_AHEAD 8u     // 16-byte loads in flight a thread
 #define FN_WARPS (FN_THREADS / 32u)
 
 struct Shared {
@@ -42,14 +43,20 @@ template <class F> FN_DEVICE void each_score(const float* x, u32 n, const F& f) 
     const float4* w = reinterpret_cast<const float4*>(x + head);
     if (tid < head) f(tid, fn_ldg(x + tid), 0u);
     if (tail + tid < n) f(tail + tid, fn_ldg(x + tail + tid), 0u);
-#pragma unroll 4
-    for (u32 i = tid; i < words; i += FN_THREADS) {
-        float4 v = fn_ldg(w + i);
-        u32 at = head + 4u * i;
-        f(at, v.x, 0u);
-        f(at + 1u, v.y, 1u);
-        f(at + 2u, v.z, 2u);
-        f(at + 3u, v.w, 3u);
+    for (u32 i = tid; i < words; i += FN_AHEAD * FN_THREADS) {
+        float4 v[FN_AHEAD];
+#pragma unroll
+        for (u32 k = 0; k < FN_AHEAD; k++)
+            if (i + k * FN_THREADS < words) v[k] = fn_ldg(w + i + k * FN_THREADS);
+#pragma unroll
+        for (u32 k = 0; k < FN_AHEAD; k++) {
+            u32 at = head + 4u * (i + k * FN_THREADS);
+            if (i + k * FN_THREADS >= words) continue;
+            f(at, v[k].x, 0u);
+            f(at + 1u, v[k].y, 1u);
+            f(at + 2u, v[k].z, 2u);
+            f(at + 3u, v[k].w, 3u);
+        }
     }
 }
 
@@ -64,7 +71,8 @@ FN_DEVICE u32 threads_before(u32 (&warps)[FN_WARPS], u32 v) {
     if (lane == 31u) warps[warp] = sum;
     __syncthreads();
     sum -= v;
-    for (u32 w = 0; w < warp; w++) sum += warps[w];
+#pragma unroll
+    for (u32 w = 0; w < FN_WARPS; w++) sum += w < warp ? warps[w] : 0u;
     return sum;
 }
 
@@ -115,13 +123,8 @@ template <class Visit> FN_DEVICE u32 pick(Shared& s, u32& want, const Visit& vis
     return prefix;
 }
 
-// Ids of the set bits of `bits`, word `word` of a bitmap, to out; returns behind the last.
-FN_DEVICE u32* emit(u32* out, u32 bits, u32 word) {
-    for (; bits; bits &= bits - 1u) *out++ = 32u * word + fn_ffs(bits) - 1u;
-    return out;
-}
-
-// Chosen ids in order from the candidates: all keys below `last`, and the first `want` of those equal to it.
+// Chosen ids in order from a list without order: all keys below `last`, and the first `want` of those equal to it.
+// A candidate's place is the number of chosen ones before it in the bitmaps.
 FN_DEVICE void emit_candidates(Shared& s, u32 n, u32 last, u32 want, u32* out) {
     u32 tid = threadIdx.x, first = 4u * tid;
     *reinterpret_cast<uint4*>(&s.better[first]) = make_uint4(0u, 0u, 0u, 0u);
@@ -133,33 +136,36 @@ FN_DEVICE void emit_candidates(Shared& s, u32 n, u32 last, u32 want, u32* out) {
         if (s.key[i] == last) fn_atomic_or_u32(&s.equal[id / 32u], 1u << id % 32u);
     }
     __syncthreads();
-    u32 e[4], total = 0u;
+    u32 own[4], total = 0u;  // better in the upper half, equal in the lower: neither exceeds the list
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
-        e[i] = s.equal[first + i];
-        total += fn_popc(e[i]);
+        own[i] = fn_popc(s.better[first + i]) << 16 | fn_popc(s.equal[first + i]);
+        total += own[i];
     }
-    u32 taken = threads_before(s.warp_b, total);
-    total = 0u;
+    u32 before = threads_before(s.warp_b, total);
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
-        u32 keep = 0u;
-        for (; e[i] && taken < want; e[i] &= e[i] - 1u, taken++) keep |= e[i] & (0u - e[i]);
-        e[i] = keep | s.better[first + i];
-        total += fn_popc(e[i]);
+        s.count[first + i] = before;
+        before += own[i];
     }
-    out += threads_before(s.warp_a, total);
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) out = emit(out, e[i], first + i);
+    __syncthreads();
+    for (u32 i = tid; i < n; i += FN_THREADS) {
+        u32 id = s.id[i], key = s.key[i], below = (1u << id % 32u) - 1u, base = s.count[id / 32u];
+        u32 better = (base >> 16) + fn_popc(s.better[id / 32u] & below);
+        u32 equal = (base & 0xffffu) + fn_popc(s.equal[id / 32u] & below);
+        if (key < last || (key == last && equal < want)) out[better + fn_min_u32(equal, want)] = id;
+    }
 }
 
-// The same from the scores: each warp takes a range of whole 32s; counts first, then, knowing those before it, ids.
-FN_DEVICE void emit_scores(Shared& s, const float* x, u32 n, u32 last, u32 want, u32* out) {
+// The same where key_at(i) is block i's key: each warp takes a range of whole 32s; counts first, then, knowing those
+// before it, the ids.
+template <class KeyAt>
+FN_DEVICE void emit_ranges(Shared& s, const KeyAt& key_at, u32 n, u32 last, u32 want, u32* out) {
     u32 lane = threadIdx.x & 31u, warp = threadIdx.x >> 5;
     u32 each = ((n + 31u) / 32u + FN_WARPS - 1u) / FN_WARPS * 32u;
     u32 from = fn_min_u32(warp * each, n), to = fn_min_u32(from + each, n), better = 0u, equal = 0u;
     for (u32 i = from + lane; i < to; i += 32u) {
-        u32 key = key_of(fn_ldg(x + i));
+        u32 key = key_at(i);
         better += key < last;
         equal += key == last;
     }
@@ -171,14 +177,15 @@ FN_DEVICE void emit_scores(Shared& s, const float* x, u32 n, u32 last, u32 want,
     }
     __syncthreads();
     better = equal = 0u;
-    for (u32 w = 0; w < warp; w++) {
-        better += s.warp_a[w];
-        equal += s.warp_b[w];
+#pragma unroll
+    for (u32 w = 0; w < FN_WARPS; w++) {
+        better += w < warp ? s.warp_a[w] : 0u;
+        equal += w < warp ? s.warp_b[w] : 0u;
     }
     u32 below = (1u << lane) - 1u;
     for (u32 i = from; i < to; i += 32u) {
         bool live = i + lane < to;
-        u32 key = live ? key_of(fn_ldg(x + i + lane)) : 0xffffffffu;
+        u32 key = live ? key_at(i + lane) : 0xffffffffu;
         bool is_better = live && key < last, is_equal = live && key == last;
         u32 b = fn_ballot(is_better), e = fn_ballot(is_equal), equal_before = equal + fn_popc(e & below);
         if (is_better || (is_equal && equal_before < want))
@@ -215,7 +222,6 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const float* score, u32* sel
             float v = fn_ldg(x + i);
             if (v != v) s.any_nan = 1u;
             s.key[i] = key_of(v);
-            s.id[i] = i;
         }
     } else {
         u32 best[4] = {0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu};
@@ -240,12 +246,15 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const float* score, u32* sel
     }
 
     u32 want = budget;
-    if (n_candidates <= FN_CANDIDATES) {
+    if (n <= FN_CANDIDATES) {
+        u32 last = pick(s, want, Listed{s.key, n});
+        emit_ranges(s, [&](u32 i) { return s.key[i]; }, n, last, want, out);
+    } else if (n_candidates <= FN_CANDIDATES) {
         u32 last = pick(s, want, Listed{s.key, n_candidates});
         emit_candidates(s, n_candidates, last, want, out);
     } else {
         u32 last = pick(s, want, Scores{x, n});
-        emit_scores(s, x, n, last, want, out);
+        emit_ranges(s, [&](u32 i) { return key_of(fn_ldg(x + i)); }, n, last, want, out);
     }
     if (tid == 0u) flag[r] = s.any_nan;
 }

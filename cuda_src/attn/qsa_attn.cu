@@ -17,25 +17,24 @@
 namespace FN_NAMESPACE {
 
 struct Shared {
-    u64 key[FN_PART];   // address of each entry's key, 0: absent
+    u64 key[FN_PART];   // address of each entry's key; an absent entry has the last one's
     float s[16][72];    // scores by head and entry; the pitch spreads the reads of 4 heads over the banks
     u16 e[16][72];      // f16 weights, likewise for mma loads
 };
 
-FN_DEVICE uint2 load8(u64 at, u32 step) {
-    return at != 0u ? fn_ldg(reinterpret_cast<const uint2*>(at) + 4u * step) : make_uint2(0u, 0u);
-}
+FN_DEVICE uint2 load8(u64 at, u32 step) { return fn_ldg(reinterpret_cast<const uint2*>(at) + 4u * step); }
 
 // Scores of this warp's 16 entries for Tiles * 8 heads.
 template <int Tiles>
-FN_DEVICE void scores(Shared& sh, const uint2 (&k0)[16], const uint2 (&k1)[16], u64 query, u32 group, u32 warp, u32 lane) {
+FN_DEVICE void scores(Shared& sh, const uint2 (&k0)[16], const uint2 (&k1)[16], u64 query, u32 group, u32 warp,
+                      u32 lane) {
     u32 g = lane >> 2, t = lane & 3u;
     float d[Tiles][4];
     u64 q[Tiles];
 #pragma unroll
     for (u32 n = 0; n < Tiles; n++) {
-        u32 head = 8u * n + g;
-        q[n] = head < group ? query + head * (FN_HEAD * 2u) + 8u * t : 0u;
+        u32 head = 8u * n + g < group ? 8u * n + g : 0u;  // columns beyond the group are not used
+        q[n] = query + head * (FN_HEAD * 2u) + 8u * t;
 #pragma unroll
         for (int i = 0; i < 4; i++) d[n][i] = 0.f;
     }
@@ -86,7 +85,8 @@ FN_DEVICE void weights(Shared& sh, u32 live, u32 group, u32 warp, u32 lane, floa
 // o of the warp's 64 dimensions: mma row g of tile i is dimension 8g + 2i, row g + 8 the one after it, so a lane's
 // 16-byte pieces of four values feed four tiles, and it ends with 8 neighbouring dimensions of a head.
 template <int Tiles>
-FN_DEVICE void values(const Shared& sh, const uint4 (&v)[4][4], u32 live, float* out, size_t head_step, u32 group, u32 lane) {
+FN_DEVICE void values(const Shared& sh, const uint4 (&v)[4][4], u32 live, float* out, size_t head_step, u32 group,
+                      u32 lane) {
     u32 g = lane >> 2, t = lane & 3u;
     float d[Tiles][4][4];
 #pragma unroll
@@ -103,8 +103,8 @@ FN_DEVICE void values(const Shared& sh, const uint4 (&v)[4][4], u32 live, float*
         for (u32 n = 0; n < Tiles; n++)
 #pragma unroll
             for (u32 j = 0; j < 2; j++)
-                b[n][j] = 8u * n + g < group
-                              ? *reinterpret_cast<const u32*>(&sh.e[8u * n + g][16u * s + 2u * t + 8u * j]) : 0u;
+                b[n][j] = *reinterpret_cast<const u32*>(
+                    &sh.e[8u * n + g < group ? 8u * n + g : 0u][16u * s + 2u * t + 8u * j]);
         u32 w[4][4];
 #pragma unroll
         for (u32 j = 0; j < 4; j++) {
@@ -149,22 +149,18 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const u
     u32 tid = threadIdx.x, lane = tid & 31u, warp = tid >> 5, g = lane >> 2, t = lane & 3u;
 
     if (tid < FN_PART) {
-        u64 at = 0u;
-        if (tid < live) {
-            u32 p = fn_attended_token(part * FN_PART + tid, row.position, budget, sel + (size_t)r * budget);
-            at = fn_key_at(fn_pages(slots, row.slot), kv_offset, p, n_kv, kv_head);
-        }
-        sh.key[tid] = at;
+        u32 entry = part * FN_PART + fn_min_u32(tid, live - 1u);
+        u32 p = fn_attended_token(entry, row.position, budget, sel + (size_t)r * budget);
+        sh.key[tid] = fn_key_at(fn_pages(slots, row.slot), kv_offset, p, n_kv, kv_head);
     }
     __syncthreads();
 
-    // All loads first: keys of the warp's 16 entries, values of its 64 dimensions.
+    // All loads first: keys of the warp's 16 entries, values of its 64 dimensions.  Scores of absent entries are not
+    // used; their values are made zero, as 0 times an infinity would be NaN.
     bool scoring = 16u * warp < live;
     uint2 k0[16], k1[16];
     uint4 v[4][4];
-    u64 low = sh.key[16u * warp + g], high = sh.key[16u * warp + g + 8u];
-    low = low != 0u ? low + 8u * t : 0u;
-    high = high != 0u ? high + 8u * t : 0u;
+    u64 low = sh.key[16u * warp + g] + 8u * t, high = sh.key[16u * warp + g + 8u] + 8u * t;
 #pragma unroll
     for (u32 s = 0; s < 16; s++) {
         k0[s] = load8(low, s);
@@ -175,9 +171,16 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const u
     for (u32 s = 0; s < 4; s++)
 #pragma unroll
         for (u32 j = 0; j < 4; j++) {
-            u64 at = sh.key[16u * s + 2u * t + (j & 1u) + 8u * (j >> 1)];
-            v[s][j] = at != 0u ? fn_ldg(reinterpret_cast<const uint4*>(at + to_value)) : make_uint4(0u, 0u, 0u, 0u);
+            u64 at = sh.key[16u * s + 2u * t + (j & 1u) + 8u * (j >> 1)] + to_value;
+            v[s][j] = fn_ldg(reinterpret_cast<const uint4*>(at));
         }
+    if (live < FN_PART) {
+#pragma unroll
+        for (u32 s = 0; s < 4; s++)
+#pragma unroll
+            for (u32 j = 0; j < 4; j++)
+                if (16u * s + 2u * t + (j & 1u) + 8u * (j >> 1) >= live) v[s][j] = make_uint4(0u, 0u, 0u, 0u);
+    }
 
     u32 first = kv_head * group;  // the group's first query head
     u64 query = reinterpret_cast<u64>(q16 + ((size_t)r * n_q + first) * FN_HEAD);

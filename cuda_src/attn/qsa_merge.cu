@@ -2,7 +2,7 @@
 // Contract    q f32 [rows_cap][n_q][512] (query | gate), part_m part_l f32 [rows_cap][n_q][max_parts], part_o f32
 //             [rows_cap][n_q][max_parts][256] from qsa_attn, flag u32 [rows_cap] -> linear->x, K = 256 n_q.  A row with
 //             flag != 0 (a NaN among its block scores) gives NaN.  linear: one FnLinear, o_proj.
-// Launch      grid (n_q, rows_cap), block 256, a thread per dimension of the head; shared 1.8 KB.
+// Launch      grid (n_q, rows_cap), block 128, a thread per two dimensions of the head; shared 2 KB.
 // Arithmetic  order qsa_attn_v1: (m, l, o) starts as part 0; with part p: M = max(m, pm); a = fn_exp(m - M),
 //             b = fn_exp(pm - M); l = fma(pl, b, l * a), o = fma(po, b, o * a).  fn_max has no order, so one warp computes
 //             the factors of 64 parts side by side; only the fma chains are serial.  Then (o / l) * sigmoid(gate) and the
@@ -14,10 +14,10 @@
 
 namespace FN_NAMESPACE {
 
-#define FN_AHEAD 36u  // parts whose values are loaded before the first is needed: 33 is the usual number
+#define FN_AHEAD 34u  // parts whose values are loaded before the first is needed: 33 is the usual number
 
 struct Shared {
-    float a[64], b[64], l[64];  // of 64 parts: factors of the old and of the new sum, the new sum
+    float4 f[64];  // of 64 parts: factors of the old and of the new sum, the new sum
     float o[256];
 };
 
@@ -39,12 +39,8 @@ FN_DEVICE void factors(Shared& sh, const float* part_m, const float* part_l, u32
     float before = fn_shfl_up(top, 1u);
     before = lane == 0u ? m : fn_max(m, before);
     float first = fn_max(before, pm[0]), second = fn_max(first, pm[1]);
-    sh.a[2u * lane] = fn_exp(fn_sub(before, first));
-    sh.a[2u * lane + 1u] = fn_exp(fn_sub(first, second));
-    sh.b[2u * lane] = fn_exp(fn_sub(pm[0], first));
-    sh.b[2u * lane + 1u] = fn_exp(fn_sub(pm[1], second));
-    sh.l[2u * lane] = pl[0];
-    sh.l[2u * lane + 1u] = pl[1];
+    sh.f[2u * lane] = make_float4(fn_exp(fn_sub(before, first)), fn_exp(fn_sub(pm[0], first)), pl[0], 0.f);
+    sh.f[2u * lane + 1u] = make_float4(fn_exp(fn_sub(first, second)), fn_exp(fn_sub(pm[1], second)), pl[1], 0.f);
     m = fn_shfl(second, 31u);
 }
 
@@ -55,36 +51,46 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const float* q, const float*
     using namespace FN_NAMESPACE;
     FN_SHARED(Shared, sh);
     u32 head = blockIdx.x, r = blockIdx.y, tid = threadIdx.x, lane = tid & 31u;
-    if (r >= round->n_rows) return;
-    u32 parts = (fn_attended(rows[r].position, budget) + FN_PART - 1u) / FN_PART;
+    u32 n_rows = round->n_rows, position = rows[r].position;  // side by side; of a row without part nothing is used
+    if (r >= n_rows) return;
+    u32 parts = (fn_attended(position, budget) + FN_PART - 1u) / FN_PART;
     size_t at = ((size_t)r * n_q + head) * max_parts;
-    const float* po = part_o + at * FN_HEAD + tid;
-    float gate = fn_ldg(q + ((size_t)r * n_q + head) * (2u * FN_HEAD) + FN_HEAD + tid);
+    const float2* po = reinterpret_cast<const float2*>(part_o + at * FN_HEAD) + tid;
+    float2 gate = fn_ldg(reinterpret_cast<const float2*>(q + ((size_t)r * n_q + head) * (2u * FN_HEAD) + FN_HEAD) + tid);
     bool broken = flag[r] != 0u;
 
-    float m = fn_u2f(0xff800000u), l = 0.f, o = 0.f;
+    float m = fn_u2f(0xff800000u), l = 0.f;
+    float2 o = {0.f, 0.f};
     for (u32 base = 0; base < parts; base += 64u) {
         u32 n = fn_min_u32(parts - base, 64u);
         if (base != 0u) __syncthreads();  // the factors before have been used
         for (u32 i = 0; i < n; i += FN_AHEAD) {
-            float v[FN_AHEAD];
+            float2 v[FN_AHEAD];
+            const float2* from = po + (size_t)(base + i) * (FN_HEAD / 2u);
 #pragma unroll
-            for (u32 j = 0; j < FN_AHEAD; j++) v[j] = i + j < n ? fn_ldg(po + (size_t)(base + i + j) * FN_HEAD) : 0.f;
+            for (u32 j = 0; j < FN_AHEAD; j++)
+                if (i + j < n) v[j] = fn_ldg(from + j * (FN_HEAD / 2u));
             if (i == 0u) {
                 if (tid < 32u) factors(sh, part_m + at + base, part_l + at + base, n, m, lane);
                 __syncthreads();
             }
 #pragma unroll
             for (u32 j = 0; j < FN_AHEAD; j++) {
-                u32 p = i + j;
-                if (p >= n) continue;
-                bool first = base + p == 0u;
-                o = first ? v[j] : fn_fma(v[j], sh.b[p], fn_mul(o, sh.a[p]));
-                l = first ? sh.l[p] : fn_fma(sh.l[p], sh.b[p], fn_mul(l, sh.a[p]));
+                if (i + j >= n) continue;
+                float4 f = sh.f[i + j];
+                if (j == 0u && base + i == 0u) {
+                    o = v[0];
+                    l = f.z;
+                    continue;
+                }
+                o.x = fn_fma(v[j].x, f.y, fn_mul(o.x, f.x));
+                o.y = fn_fma(v[j].y, f.y, fn_mul(o.y, f.x));
+                l = fn_fma(f.z, f.y, fn_mul(l, f.x));
             }
         }
     }
-    sh.o[tid] = broken ? fn_nan() : fn_mul(fn_div(o, l), fn_sigmoid(gate));
+    sh.o[2u * tid] = broken ? fn_nan() : fn_mul(fn_div(o.x, l), fn_sigmoid(gate.x));
+    sh.o[2u * tid + 1u] = broken ? fn_nan() : fn_mul(fn_div(o.y, l), fn_sigmoid(gate.y));
     __syncthreads();
     if (tid >= 64u) return;
     float4 w = *reinterpret_cast<const float4*>(&sh.o[4u * tid]);

@@ -102,7 +102,7 @@ INDEX_SELECT: Final = KernelSpec(
           Arg("sel", PTR, "(rows_cap, budget) u32, rising block ids, only beyond the budget", "w"),
           Arg("flag", PTR, "(rows_cap) u32: 1 when a score is NaN", "w"), _MAX_BLOCKS, _BUDGET),
     grid="rows_cap", block=512, shared_bytes=41104,
-    limits={"sm_90a": Limit(regs=56, blocks_per_sm=2), "sm_80": Limit(regs=56, blocks_per_sm=2)},
+    limits={"sm_90a": Limit(regs=96, blocks_per_sm=1), "sm_80": Limit(regs=96, blocks_per_sm=1)},
     reference="attn.choose_blocks", bound="Exact.",
     cases=(_case("within_budget", _each(0, 3, 31, 34)), _case("one_beyond", _each(35)),
            _case("edges", _each(31, 35, 36, 38, 63, 67, 71)), _case("run", _span(62, 68)),
@@ -127,13 +127,14 @@ INDEX_SELECT: Final = KernelSpec(
 
 QSA_ATTN: Final = KernelSpec(
     name="qsa_attn", source="attn/qsa_attn.cu", order="qsa_attn_v1",
+    blocks_per_sm=3,
     args=(_ROUND, _ROWS, _SLOTS, Arg("q16", PTR, "(rows_cap, n_q, 256) f16", "r"),
           Arg("sel", PTR, "(rows_cap, budget) u32, read beyond the budget only", "r"), _KV_OFFSET,
           Arg("part_m", PTR, "(rows_cap, n_q, max_parts) f32", "w"),
           Arg("part_l", PTR, "(rows_cap, n_q, max_parts) f32", "w"),
           Arg("part_o", PTR, "(rows_cap, n_q, max_parts, 256) f32", "w"), _N_Q, _N_KV, _BUDGET, _MAX_PARTS),
     grid="max_parts, n_kv, rows_cap", block=128, shared_bytes=7424,
-    limits={"sm_90a": Limit(regs=232, blocks_per_sm=2), "sm_80": Limit(regs=232, blocks_per_sm=2)},
+    limits={"sm_90a": Limit(regs=168, blocks_per_sm=3), "sm_80": Limit(regs=168, blocks_per_sm=3)},
     reference="attn.attend",
     bound="From q, K, V as stored. s: chain of 16 mma steps (mma_bound), times 1/16: ds. m within ds. e "
           "relative: 2 ds + 2^-22 (exp) + 2^-24 |s - m|. l: that plus 6 2^-24. o: sum of |v| times (that + "
@@ -162,8 +163,8 @@ QSA_MERGE: Final = KernelSpec(
           Arg("flag", PTR, "(rows_cap) u32: not 0 makes the row NaN", "r"),
           Arg("linear", PTR, "FnLinear: o_proj (k = 256 n_q); its x is written", "r"), _N_Q, _BUDGET,
           _MAX_PARTS),
-    grid="n_q, rows_cap", block=256, shared_bytes=1792,
-    limits={"sm_90a": Limit(regs=144), "sm_80": Limit(regs=144)},
+    grid="n_q, rows_cap", block=128, shared_bytes=2048, blocks_per_sm=2,
+    limits={"sm_90a": Limit(regs=192, blocks_per_sm=2), "sm_80": Limit(regs=192, blocks_per_sm=2)},
     reference="attn.attend",
     bound="From the parts: each merge 2 roundings and two exponentials (1.1 ulp and |m - M| 2^-24 each) on "
           "weights that are not negative: (10 parts + 4 (max m - min m)) 2^-24 of sum w |o| / l; division, "
