@@ -85,8 +85,9 @@ class MemoryReport:
             if r.n_live and (r.live_bytes or r.granted_bytes)
         ]
         lines.append(
-            f"device: total {bytes_text(self.total_bytes)}, free {bytes_text(self.free_bytes)}, free at start "
-            f"{bytes_text(self.free_at_start_bytes)}, unexplained {bytes_text(self.unexplained_bytes)}"
+            f"device: total {bytes_text(self.total_bytes)}, free {bytes_text(self.free_bytes)}, "
+            f"free at start {bytes_text(self.free_at_start_bytes)}, "
+            f"unexplained {bytes_text(self.unexplained_bytes)}"
         )
         return "\n".join(lines)
 

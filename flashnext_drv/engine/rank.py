@@ -152,14 +152,16 @@ class Rank(Owner):
             launch.run(self.stream)
         self.stream.synchronize()
 
+    def steps(self, path: str) -> list[Step]:
+        """The walk of one round as plain data, in the order of `launches`."""
+        steps = list(body_steps(self.layout, self._embed_bf16, self._ngram_bits))
+        return steps + [*head_steps(self.layout), *draw_steps(self.layout)] if path == TOKEN else steps
+
     def launches(self, path: str, bucket: int) -> list[Launch]:
         """The launches of one round: path BODY or TOKEN, padded to `bucket` rows."""
         key = (path, bucket)
         if key not in self._launches:
-            steps = list(body_steps(self.layout, self._embed_bf16, self._ngram_bits))
-            if path == TOKEN:
-                steps += [*head_steps(self.layout), *draw_steps(self.layout)]
-            self._launches[key] = [self._bind(step, bucket) for step in steps]
+            self._launches[key] = [self._bind(step, bucket) for step in self.steps(path)]
         return self._launches[key]
 
     def forward(self, bucket: int, head: bool) -> None:
