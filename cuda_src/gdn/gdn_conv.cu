@@ -16,8 +16,9 @@
 FN_KERNEL((const FnRound* round, const FnRun* runs, const FnSlot* slots, const float* x, const float* w,
            u64 tail_offset, float* out, u32 channels)) {
     u32 c = blockIdx.x * FN_THREADS + threadIdx.x;
-    if (blockIdx.y >= fn_ld(&round->n_runs) || c >= channels) return;
-    FnRun run = fn_ld(runs + blockIdx.y);
+    u32 n_runs = fn_ld(&round->n_runs);
+    FnRun run = fn_ld(runs + blockIdx.y);  // together with n_runs; any bytes beyond it
+    if (blockIdx.y >= n_runs || c >= channels) return;
     const float* in = x + (u64)run.first_row * channels + c;
     float* to = out + (u64)run.first_row * channels + c;
     float4 tap = fn_ldg(reinterpret_cast<const float4*>(w) + c);

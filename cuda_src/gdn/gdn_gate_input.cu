@@ -14,13 +14,19 @@
 FN_KERNEL((const FnRound* round, const float* o, const float* z, const float* norm_w, const FnLinear* linear,
            u32 gate, u32 n_v, float eps)) {
     u32 row = blockIdx.y, head = 4u * blockIdx.x + (threadIdx.x >> 5), lane = threadIdx.x & 31u;
-    if (row >= fn_ld(&round->n_rows) || head >= n_v) return;  // whole warps
+    // The operand's place and scales are asked for with the inputs, not behind the norm.
+    u32 n_rows = fn_ld(&round->n_rows), stride = linear->x_stride;
+    u16* to = reinterpret_cast<u16*>(linear->x);
+    const u16* suh = reinterpret_cast<const u16*>(linear->w.suh);
+    bool exl3 = fn_is_exl3(linear->w);
+    if (row >= n_rows || head >= n_v) return;  // whole warps
     u64 at = ((u64)row * n_v + head) * 32u + lane;
     float4 x = fn_ldg(reinterpret_cast<const float4*>(o) + at);
     float4 g = fn_ldg(reinterpret_cast<const float4*>(z) + at);
     float4 w = fn_ldg(reinterpret_cast<const float4*>(norm_w) + lane);
     float v[4] = {x.x, x.y, x.z, x.w}, a[4] = {g.x, g.y, g.z, g.w}, weight[4] = {w.x, w.y, w.z, w.w};
-    float sum = 0.f;
+    float scale[4] = {1.f, 1.f, 1.f, 1.f}, sum = 0.f;
+    if (exl3) fn_load_h4(suh + 128u * head + 4u * lane, scale);
 #pragma unroll
     for (int i = 0; i < 4; i++) sum = fn_fma(v[i], v[i], sum);
     float r = fn_rsqrt(fn_add(fn_mul(fn_warp_sum(sum), 0x1p-7f), eps));
@@ -28,5 +34,10 @@ FN_KERNEL((const FnRound* round, const float* o, const float* z, const float* no
     for (int i = 0; i < 4; i++) {
         v[i] = fn_mul(fn_mul(fn_mul(v[i], r), weight[i]), fn_gate(a[i], gate != 0));
     }
-    fn_linear_store_input(v, *linear, row, head);
+    if (exl3) {  // as fn_exl3_rotate_in
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], scale[i]);
+        fn_hadamard128(v);
+    }
+    fn_store_frag4(to + (u64)row * stride, 128u * head + 4u * lane, v);
 }

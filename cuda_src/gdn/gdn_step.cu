@@ -46,10 +46,11 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnSlot* slots, const f
            const float* b, const float* a_log, const float* dt_bias, u64 state_offset, float* o, u32 n_k,
            u32 n_v)) {
     using namespace FN_NAMESPACE;
-    if (blockIdx.y >= fn_ld(&round->n_runs)) return;
+    u32 n_runs = fn_ld(&round->n_runs);
+    FnRun run = fn_ld(runs + blockIdx.y);  // together with n_runs; any bytes beyond it
+    if (blockIdx.y >= n_runs) return;
     u32 head = blockIdx.x >> 2, column = (blockIdx.x & 3u) * 32u + (threadIdx.x >> 2), p = threadIdx.x & 3u;
     u32 key_head = head / (n_v / n_k), stride = (2u * n_k + n_v) * 128u;
-    FnRun run = fn_ld(runs + blockIdx.y);
     float* state = reinterpret_cast<float*>(fn_ld(&slots[run.slot].recurrent) + state_offset) +
                    (head * 128u + column) * 128u + 4u * p;
 

@@ -47,19 +47,28 @@ FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, con
     using namespace FN_NAMESPACE;
     u32 row = blockIdx.z, slot = row * n_slots + blockIdx.y, lane = threadIdx.x & 31u;
     u32 block = 4u * blockIdx.x + (threadIdx.x >> 5), k = 128u * block + 4u * lane;
-    if (row >= fn_ld(&round->n_rows)) return;
+    u32 n_rows = fn_ld(&round->n_rows), rows_cap = fn_ld(&round->rows_cap);
+    if (row >= n_rows) return;
     const FnLine& line = lines[fn_ld(&routes[slot].expert)];
     u32 width = line.width;
+    u64 gate_svh = line.gate.svh, up_svh = line.up.svh, down_suh = line.down.suh;
     if (128u * block >= width) return;  // whole warps
-    u64 stride = (u64)fn_ld(&round->rows_cap) * n_slots * 2u * width_cap;
+    u64 stride = (u64)rows_cap * n_slots * 2u * width_cap;
+    float gate_out[4], up_out[4], down_in[4];  // the scales, asked for with the sums
+    fn_load_h4(reinterpret_cast<const u16*>(gate_svh) + k, gate_out);
+    fn_load_h4(reinterpret_cast<const u16*>(up_svh) + k, up_out);
+    fn_load_h4(reinterpret_cast<const u16*>(down_suh) + k, down_in);
     float gate[4] = {0.f, 0.f, 0.f, 0.f}, up[4] = {0.f, 0.f, 0.f, 0.f};
     u32 units = fn_dot_segments(hidden, width, 1);
     sum_units(part + (u64)slot * 2u * width_cap + k, units, stride, width_cap, gate, up);
-    fn_exl3_rotate_out(gate, reinterpret_cast<const u16*>(line.gate.svh) + 128u * block);
-    fn_exl3_rotate_out(up, reinterpret_cast<const u16*>(line.up.svh) + 128u * block);
+    fn_hadamard128(gate);  // as fn_exl3_rotate_out
+    fn_hadamard128(up);
     float h[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) h[i] = fn_mul(fn_silu(gate[i]), up[i]);
-    fn_exl3_rotate_in(h, reinterpret_cast<const u16*>(line.down.suh) + 128u * block);
+    for (int i = 0; i < 4; i++) {
+        float product = fn_mul(fn_silu(fn_mul(gate[i], gate_out[i])), fn_mul(up[i], up_out[i]));
+        h[i] = fn_mul(product, down_in[i]);  // as fn_exl3_rotate_in
+    }
+    fn_hadamard128(h);
     fn_store_frag4(x + (u64)slot * width_cap, k, h);
 }

@@ -28,16 +28,21 @@ FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, con
     using namespace FN_NAMESPACE;
     FN_SHARED(SumShared, s);
     u32 block = blockIdx.x, row = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31u;
-    if (row >= fn_ld(&round->n_rows)) return;
-    u64 stride = (u64)fn_ld(&round->rows_cap) * n_slots * hidden;
+    u32 n_rows = fn_ld(&round->n_rows), rows_cap = fn_ld(&round->rows_cap);
+    if (row >= n_rows) return;
+    u64 stride = (u64)rows_cap * n_slots * hidden;
     const float* at = part + (u64)row * n_slots * hidden + 128u * block + 4u * lane;
 #pragma unroll 1
     for (u32 slot = warp; slot < n_slots; slot += FN_THREADS / 32u) {
         FnRoute route = fn_ld(routes + row * n_slots + slot);
         const FnLine& line = lines[route.expert];
-        float v[4];
-        fn_sum_units4(at + (u64)slot * hidden, 1, fn_dot_segments(line.width, hidden, 1), stride, v);
-        fn_exl3_rotate_out(v, reinterpret_cast<const u16*>(line.down.svh) + 128u * block);
+        u32 width = line.width;
+        float v[4], svh[4];  // the scales are asked for with the sums
+        fn_load_h4(reinterpret_cast<const u16*>(line.down.svh) + 128u * block + 4u * lane, svh);
+        fn_sum_units4(at + (u64)slot * hidden, 1, fn_dot_segments(width, hidden, 1), stride, v);
+        fn_hadamard128(v);  // as fn_exl3_rotate_out
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], svh[i]);
         *reinterpret_cast<float4*>(&s.v[slot][4u * lane]) = make_float4(v[0], v[1], v[2], v[3]);
         if (lane == 0) {
             s.weight[slot] = route.weight;
