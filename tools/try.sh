@@ -4,4 +4,4 @@
 . "$(dirname "$0")/venv.sh" ""
 pack=.venv/try-pack
 [ -f "$pack/config.json" ] || $python -m flashnext_drv synth "$pack" --model micro --seed 1 || exit $?
-exec $python -m flashnext_drv generate "$pack" --ids "1,2,3,5,8,13,21,34" --max-new 32 --stop-id -1 "$@"
+exec $python -m flashnext_drv generate "$pack" --ids "1,2,3,5,8,13,21,34" --max-new 32 --no-stop "$@"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Ids
 from contextlib import ExitStack, contextmanager
@@ -124,6 +125,8 @@ class Engine(Owner):
         pack.check()
         self.rank = Rank(pack, limits, self.ledger, ordinal=ordinal, progress=progress)
         self.open_seconds = time.perf_counter() - started
+        if self.rank.kernels.warning:
+            warnings.warn(self.rank.kernels.warning, RuntimeWarning, stacklevel=3)
         self._live: list[Sequence] = []
 
     @classmethod
@@ -141,6 +144,7 @@ class Engine(Owner):
         pack: a folder, "synth:<model>[?seed=N&knob=value...]" for a synthetic pack made in memory, or a Pack.
         device: "cuda", "sim", or "auto" (a GPU when a driver with one is found, else the simulator).
         progress: called with (what, bytes done, bytes of all).
+        Warns (RuntimeWarning) on a GPU generation without a receipt of byte equality.
         Raises CheckpointError, CapacityError, BuildError, DriverError; nothing is left open then.
         """
         return cls(_opened(pack), limits or Limits(), device=device, ordinal=ordinal, progress=progress)

@@ -13,8 +13,9 @@ from typing import Final
 
 from .spec import PTR, U32, Arg, Case, KernelSpec, Limit
 
-__all__ = ["KERNELS", "MOE_ACT", "MOE_INPUT", "MOE_SUM", "ROUTER_PICK"]
+__all__ = ["KERNELS", "MAX_EXPERTS", "MOE_ACT", "MOE_INPUT", "MOE_SUM", "ROUTER_PICK"]
 
+MAX_EXPERTS: Final = 1024  # router_pick holds a row's keys in shared memory
 _ROUND: Final = Arg("round", PTR, "FnRound", "r")
 _ROUTES: Final = Arg("routes", PTR, "FnRoute (rows_cap, n_slots)", "r")
 _LINES: Final = Arg("lines", PTR, "FnLine[E + 1], EXL3", "r")
@@ -45,7 +46,7 @@ ROUTER_PICK: Final = KernelSpec(
         Arg("logits", PTR, "(rows_cap, n_experts) f32", "r"),
         Arg("shared", PTR, "(rows_cap) f32", "r"),
         Arg("routes", PTR, "FnRoute (rows_cap, n_active + 1)", "w"),
-        Arg("n_experts", U32, "1..1024"),
+        Arg("n_experts", U32, f"1..{MAX_EXPERTS}"),
         Arg("n_active", U32, "1..32, at most n_experts"),
     ),
     grid="rows_cap",

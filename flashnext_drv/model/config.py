@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import CheckpointError
+from ..kernels.moe import MAX_EXPERTS
+from ..kernels.token import MAX_ROW_DIM, MAX_VOCAB
 from .names import Names
 
 __all__ = ["GDN", "QSA", "ModelConfig", "NgramConstants", "ngram_constants"]
@@ -465,6 +467,7 @@ def _check_supported(config: ModelConfig, fields: _Fields, source: str) -> None:
         ("shared_expert_intermediate_size", c.shared_width, 128),
         ("hc_lowrank", c.low_rank, 16),
         ("ple_embed_dim", c.ple_dim, 16),
+        ("width of an n-gram row", c.ngram_row_dim, 16),
     )
     for name, value, step in multiples:
         if value % step:
@@ -474,6 +477,9 @@ def _check_supported(config: ModelConfig, fields: _Fields, source: str) -> None:
         ("heads a kv head", c.n_heads // c.n_kv_heads, 1, 16),
         ("PLE layers", len(c.ple_layers), 1, 1),
         ("mtp_num_hidden_layers", c.n_mtp_layers, 0, 1),
+        ("num_experts", c.n_experts, 1, MAX_EXPERTS),
+        ("vocab_size", c.vocab, 1, MAX_VOCAB),
+        ("width of an n-gram row", c.ngram_row_dim, 16, MAX_ROW_DIM),
     )
     for name, value, least, most in limits:
         if not least <= value <= most:
