@@ -54,8 +54,8 @@ def small_tree(tmp_path: Path) -> Path:
     (tree / "flashnext_drv" / "kernels" / "glue.py").write_text(
         "from .spec import F32, PTR, U32, Arg, KernelSpec, Limit\n"
         "ARGS = (Arg('x', PTR, '', 'r'), Arg('n', U32, ''), Arg('scale', F32, ''), Arg('y', PTR, '', 'w'))\n"
-        "KERNELS = tuple(KernelSpec(name=f'twice_{n}', source='glue/twice.cu', order='', args=ARGS, grid='',\n"
-        "                           block=n,\n"
+        "KERNELS = tuple(KernelSpec(name=f'twice_{n}', source='glue/twice.cu', order='', args=ARGS,\n"
+        "                           grid='', block=n,\n"
         "                           shared_bytes=4 * n, defines=(('FN_PLUS', '1.0f'),),\n"
         "                           limits={'sm_90a': Limit(regs=40)}) for n in (64, 128))\n")
     return tree

@@ -20,8 +20,8 @@ def test_driver_errors_name_call_values_and_code() -> None:
     error = OutOfMemory("cuMemAlloc", 2, "CUDA_ERROR_OUT_OF_MEMORY", size_bytes=2147483648,
                         because="free 1.2 GiB, largest holder experts.cache 18.0 GiB",
                         do="lower expert_lines")
-    assert str(error) == ("cuMemAlloc(size_bytes=2147483648) returned CUDA_ERROR_OUT_OF_MEMORY: free 1.2 GiB, "
-                          "largest holder experts.cache 18.0 GiB; lower expert_lines")
+    assert str(error) == ("cuMemAlloc(size_bytes=2147483648) returned CUDA_ERROR_OUT_OF_MEMORY: free "
+                          "1.2 GiB, largest holder experts.cache 18.0 GiB; lower expert_lines")
     assert (error.call, error.code, error.size_bytes) == ("cuMemAlloc", 2, 2147483648)
     assert isinstance(error, DriverError) and isinstance(error, FlashNextError)
 
