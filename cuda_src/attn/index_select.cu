@@ -36,6 +36,12 @@ FN_DEVICE u32 key_of(float x) {
     return ~((u >> 31) ? ~u : u | 0x80000000u);
 }
 
+// The score whose key this is (any NaN for 0).
+FN_DEVICE float score_of(u32 key) {
+    if (key == 0u) return fn_nan();
+    return fn_u2f(~key >> 31 ? ~key & 0x7fffffffu : key);
+}
+
 // f(i, x[i], lane of the 16-byte word) for every i below n, spread over the block.
 template <class F> FN_DEVICE void each_score(const float* x, u32 n, const F& f) {
     u32 head = fn_min_u32((0u - (u32)(reinterpret_cast<u64>(x) >> 2)) & 3u, n);  // scores before the first whole word
@@ -224,20 +230,24 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const float* score, u32* sel
             s.key[i] = key_of(v);
         }
     } else {
-        u32 best[4] = {0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu};
-        each_score(x, n, [&](u32, float v, u32 j) { best[j] = fn_min_u32(best[j], key_of(v)); });
+        float best[4] = {fn_u2f(0xff800000u), fn_u2f(0xff800000u), fn_u2f(0xff800000u), fn_u2f(0xff800000u)};
+        bool nan[4] = {false, false, false, false};
+        each_score(x, n, [&](u32, float v, u32 j) {
+            best[j] = v > best[j] ? v : best[j];
+            nan[j] = nan[j] || v != v;
+        });
 #pragma unroll
-        for (u32 j = 0; j < 4; j++) s.key[4u * tid + j] = best[j];
-        if (best[0] == 0u || best[1] == 0u || best[2] == 0u || best[3] == 0u) s.any_nan = 1u;
+        for (u32 j = 0; j < 4; j++) s.key[4u * tid + j] = nan[j] ? 0u : key_of(best[j]);
+        if (nan[0] || nan[1] || nan[2] || nan[3]) s.any_nan = 1u;
         bool listed = budget <= FN_CANDIDATES && n <= 32u * FN_WORDS;
         if (listed) {
-            u32 place = budget, bound = pick(s, place, Listed{s.key, FN_CANDIDATES});
+            u32 place = budget;
+            float bound = score_of(pick(s, place, Listed{s.key, FN_CANDIDATES}));
             each_score(x, n, [&](u32 i, float v, u32) {
-                u32 key = key_of(v);
-                if (key > bound) return;
+                if (v < bound || (bound != bound && v == v)) return;
                 u32 at = fn_atomic_add_u32(&s.n_candidates, 1u);
                 if (at >= FN_CANDIDATES) return;
-                s.key[at] = key;
+                s.key[at] = key_of(v);
                 s.id[at] = i;
             });
             __syncthreads();

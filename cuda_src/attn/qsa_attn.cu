@@ -166,13 +166,14 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const u
         k0[s] = load8(low, s);
         k1[s] = load8(high, s);
     }
+    __syncwarp();  // keys are needed first: keeps the loads of values behind theirs
     u64 to_value = fn_value_step(n_kv) + 128u * warp + 16u * g;
 #pragma unroll
     for (u32 s = 0; s < 4; s++)
 #pragma unroll
         for (u32 j = 0; j < 4; j++) {
             u64 at = sh.key[16u * s + 2u * t + (j & 1u) + 8u * (j >> 1)] + to_value;
-            v[s][j] = fn_ldg(reinterpret_cast<const uint4*>(at));
+            v[s][j] = fn_ld(reinterpret_cast<const uint4*>(at));
         }
     if (live < FN_PART) {
 #pragma unroll
