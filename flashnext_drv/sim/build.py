@@ -1,9 +1,8 @@
 """Builds the simulator: kernel sources and cuda_src/sim through a C++ compiler into a libcuda.so.1.
 
-Called by sim/load.py at first use and by tests.  One object per kernel source (with all the kernels
-declared from it), keyed by everything that goes into it, so a changed kernel costs its own compilation and
-a link.  The result lies in the user's cache folder under the digest of the whole, written by rename; a lock
-file keeps two processes from compiling the same thing at once.
+Called by sim/load.py at first use and by tests.  One object per kernel, keyed by everything that goes into
+it, so a changed kernel costs its own compilation and a link.  The result lies in the user's cache folder
+under the digest of the whole, written by rename; lock files keep two processes from making the same one.
 What must stay true: the same sources, declarations, flags and compiler give the same path; nothing is written
 anywhere but in the cache folder.
 """
@@ -105,14 +104,14 @@ class _Builder:
         return out
 
     def kernels(self, family: str) -> list[_Unit]:
-        """One unit per source of the family."""
+        """One unit per kernel: variants of one source take longest, so they are compiled side by side."""
         return [
-            self.unit(source, unit_text(family, specs), family, self.root)
-            for source, specs in _by_source(family)
+            self.unit(spec.source, unit_text(family, spec), family, self.root)
+            for spec in catalog.specs(family)
         ]
 
     def compile(self, units: Sequence[_Unit], broken: dict[str, str] | None) -> dict[str, Path]:
-        """Objects of `units` by key.  A failing kernel is noted in `broken` when that is given, else raised."""
+        """Objects of `units` by key.  A failing kernel is noted in `broken` if that is given, else raised."""
         store = cache_root() / "objects"
         store.mkdir(parents=True, exist_ok=True)
         wanted = {u.key: store / f"{u.key}.o" for u in units}
@@ -227,32 +226,23 @@ def build(
         record = builder.unit("sim/built", _table(chosen, broken), "", builder.root / "sim")
         objects |= builder.compile([record], None)
         good = [u for u in (*units, record) if u.family not in broken]
+        if broken:  # never taken for the whole one later
+            library = cache_root() / f"sim-partial-{mark.hexdigest()[:24]}" / library.name
         builder.link([objects[u.key] for u in good], library)
         _prune()
     return library
 
 
-def unit_text(family: str, specs: Sequence[KernelSpec]) -> str:
-    """The text that compiles all `specs` of one source: the source once per kernel under that kernel's
-    macros."""
-    lines = [f'#define FN_SIM_FAMILY "{family}"', '#include "prelude.cuh"']
-    for spec in specs:
-        macros = (
-            *spec.macros(),
-            ("FN_SIM_KINDS", '"' + "".join(_KINDS[a.kind] for a in spec.args) + '"'),
-            ("FN_SIM_RIGHTS", '"' + "".join(_RIGHTS[a.rights] for a in spec.args) + '"'),
-        )
-        lines += [f"#define {name} {value}" for name, value in macros]
-        lines.append(f'#include "{spec.source}"')
-        lines += [f"#undef {name}" for name, _ in macros]
-    return "\n".join(lines) + "\n"
-
-
-def _by_source(family: str) -> list[tuple[str, list[KernelSpec]]]:
-    groups: dict[str, list[KernelSpec]] = {}
-    for spec in catalog.specs(family):
-        groups.setdefault(spec.source, []).append(spec)
-    return list(groups.items())
+def unit_text(family: str, spec: KernelSpec) -> str:
+    """The text that compiles one kernel: its source under the macros of its declaration."""
+    macros = (
+        *spec.macros(),
+        ("FN_SIM_FAMILY", f'"{family}"'),
+        ("FN_SIM_KINDS", '"' + "".join(_KINDS[a.kind] for a in spec.args) + '"'),
+        ("FN_SIM_RIGHTS", '"' + "".join(_RIGHTS[a.rights] for a in spec.args) + '"'),
+    )
+    lines = [f"#define {name} {value}" for name, value in macros]
+    return "\n".join([*lines, '#include "prelude.cuh"', f'#include "{spec.source}"']) + "\n"
 
 
 def _included(root: Path, folder: Path, text: str) -> dict[str, bytes]:
