@@ -301,34 +301,33 @@ template <bool BF16> struct FnPlain {
     enum : u32 { kDepth = BF16 ? 2 : 4, kBf16 = BF16 };
     struct Step { uint4 w[2]; };
 
-    const uint4* data;  // this lane's words of the pair's first tile at the next k step
-    u32 other;          // 32 k steps to the second tile, 0 if there is none
+    const uint4 *first, *second;  // this lane's words of the pair's tiles at the next k step
 
     FN_DEVICE FnPlain(const FnWeight& w, u32 k, u32 n, u32 pair, u32 step0) {
         u32 steps = k / 16u;
-        data = reinterpret_cast<const uint4*>(w.data) + ((u64)(2u * pair) * steps + step0) * 32u;
-        data += threadIdx.x & 31u;
-        other = 16u * (2u * pair + 1u) < n ? 32u * steps : 0u;
+        first = reinterpret_cast<const uint4*>(w.data) + ((u64)(2u * pair) * steps + step0) * 32u;
+        first += threadIdx.x & 31u;
+        second = first + (16u * (2u * pair + 1u) < n ? 32u * steps : 0u);  // none: not stored
     }
     FN_DEVICE void load(u32 i, Step& s) const {
-        s.w[0] = fn_ldg(data + 32u * i);
-        s.w[1] = other ? fn_ldg(data + 32u * i + other) : make_uint4(0, 0, 0, 0);
+        s.w[0] = fn_ldg(first + 32u * i);
+        s.w[1] = fn_ldg(second + 32u * i);
     }
-    FN_DEVICE void advance(u32 n) { data += 32u * n; }
+    FN_DEVICE void advance(u32 n) { first += 32u * n, second += 32u * n; }
     FN_DEVICE void operand(const Step& s, int i, u32 (&a)[4]) const {
         a[0] = s.w[i].x, a[1] = s.w[i].y, a[2] = s.w[i].z, a[3] = s.w[i].w;
     }
 };
 
-// The warp's operand rows: lane 4 g + t reads row g (and g + 8).  Rows that are not live are fed as zeros.
+// The warp's operand rows: lane 4 g + t reads row g (and g + 8).  Rows of an mma do not meet: where a row is
+// missing any other stands in, and its sums are not stored.
 template <u32 ROW_TILES> struct FnRows {
     const u16* at[ROW_TILES];  // the lane's row at the next k step, plus 4 t halves
-    bool live[ROW_TILES];
 
     FN_DEVICE void load(u32 i, uint2 (&b)[ROW_TILES]) const {  // of the i-th step from here
 #pragma unroll
         for (u32 r = 0; r < ROW_TILES; r++)
-            b[r] = live[r] ? fn_ldg(reinterpret_cast<const uint2*>(at[r] + 16u * i)) : make_uint2(0, 0);
+            b[r] = fn_ldg(reinterpret_cast<const uint2*>(at[r] + 16u * i));
     }
     FN_DEVICE void advance(u32 n) {
 #pragma unroll

@@ -5,8 +5,8 @@
 //             warps of the linears before.
 // Launch      grid (ceil(total warps / 4)), block 128.  Warp: 32 outputs of one unit, all rows.
 // Arithmetic  orders exl3_dot_v1 and plain_dot_v1: one chain of k16 mma steps a unit, k rising, from zero;
-//             bf16: the operand as hi + lo, hi first.  Rows that are not there are zeros: rows of an mma do
-//             not meet.
+//             bf16: the operand as hi + lo, hi first.  Rows of an mma do not meet: row 0 stands in for those
+//             that are not there.
 // Equality    a row's bytes do not depend on the other rows, on rows_cap or on which of n8 and n16 runs.
 // Reference   ref/exl3.py decode_linear, ref/orders.py mma_chain.
 #include "exl3.cuh"
@@ -27,8 +27,8 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
 #pragma unroll
     for (u32 r = 0; r < FN_ROW_TILES; r++) {
         u32 row = 8u * r + (lane >> 2);
-        rows.live[r] = row < n_rows;
-        rows.at[r] = reinterpret_cast<const u16*>(linear.x) + (u64)row * linear.x_stride;
+        rows.at[r] = reinterpret_cast<const u16*>(linear.x);
+        if (row < n_rows) rows.at[r] += (u64)row * linear.x_stride;
     }
     fn_weight_dot<FN_ROW_TILES, true>(linear.w, linear.k, n, pair, k0, k1, rows, d);
 

@@ -10,9 +10,8 @@ FN_DEVICE void fn_slot_dot(const FnWeight& w, u32 k, u32 n, const u16* x, float*
     if (unit >= units) return;
     u32 pair = warp - unit * n_pairs, k0, k1;
     fn_unit_range(k, units, unit, k0, k1);
-    FnRows<1> rows;  // the row is row 0 of the mma: lanes 0 .. 3 hold it
-    rows.at[0] = x;
-    rows.live[0] = lane < 4u;
+    FnRows<1> rows;
+    rows.at[0] = x;  // all eight rows of the mma are this one; the first is stored
     float d[2][1][4];
     fn_weight_dot<1, false>(w, k, n, pair, k0, k1, rows, d);
     if (lane & 3u) return;  // column 0 of the result is in lanes 0, 4, 8, ...

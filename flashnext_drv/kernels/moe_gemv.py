@@ -16,7 +16,7 @@ __all__ = ["KERNELS", "MOE_GEMV_DOWN", "MOE_GEMV_GU"]
 _BOUND: Final = (
     "As linear_gemv_n8: bytes of ref.orders.mma_chain; FP64 within 2^-23 (9 M + 2 A) a k step, see there."
 )
-_LIMITS: Final = {"sm_90a": Limit(72, 128, 7), "sm_80": Limit(72, 128, 7)}
+_LIMITS: Final = {"sm_90a": Limit(72, 48, 7), "sm_80": Limit(72, 48, 7)}
 
 
 def _case(name: str, lines: str, **dims: int | str) -> Case:
