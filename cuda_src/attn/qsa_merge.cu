@@ -4,9 +4,9 @@
 //             flag != 0 (a NaN among its block scores) gives NaN.  linear: one FnLinear, o_proj.
 // Launch      grid (n_q, rows_cap), block 128, a thread per two dimensions of the head; shared 2 KB.
 // Arithmetic  order qsa_attn_v1: (m, l, o) starts as part 0; with part p: M = max(m, pm); a = fn_exp(m - M),
-//             b = fn_exp(pm - M); l = fma(pl, b, l * a), o = fma(po, b, o * a).  fn_max has no order, so one warp computes
-//             the factors of 64 parts side by side; only the fma chains are serial.  Then (o / l) * sigmoid(gate) and the
-//             linear's input rule (rotation and one rounding, or one rounding).
+//             b = fn_exp(pm - M); l = fma(pl, b, l * a), o = fma(po, b, o * a).  fn_max has no order, so one warp
+//             computes the factors of 64 parts side by side; only the fma chains are serial.  Then
+//             (o / l) * sigmoid(gate) and the linear's input rule (rotation and one rounding, or one rounding).
 // Equality    depends on the row's own parts alone.
 // Reference   ref/attn.py.  Source: QSA step 6.
 #include "attn/pages.cuh"
