@@ -119,7 +119,7 @@ class Bench:
 
     def copies(self, size: int) -> int:
         """Copies of `size` bytes that L2 cannot hold."""
-        return max(1, -(-self.cold_bytes // size))
+        return 1 + -(-self.cold_bytes // size)
 
 
 def weight_bytes(dot: Dot) -> int:

@@ -5,8 +5,8 @@
 // Launch      grid (ceil(warps_cap / 4), n_slots, rows_cap), block 128, warps_cap = hidden / 32 * units_cap;
 //             warps beyond the line's hidden / 32 * segments return.  Warp: 32 outputs of one unit of one
 //             dot.
-// Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(width, hidden, 1) segments; all rows of the mma are
-//             this one, and the first is stored.
+// Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(width, hidden, 1) segments; all rows of the mma
+//             are this one, and the first is stored.
 // Equality    the same bytes as linear_gemv for the same operand, weights and segments.
 // Reference   ref/exl3.py decode_linear, ref/orders.py mma_chain.
 #include "moe/gemv_slot.cuh"

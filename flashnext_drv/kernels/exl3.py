@@ -92,8 +92,8 @@ _LINEARS: Final = Arg("linears", PTR, "FnLinear[]; writes go to what it points t
 _DOT_BOUND: Final = (
     "From the f16 operand and the exact f16 weights, per unit of K/16 mma steps (bf16: twice as many): a "
     "step cuts 17 terms toward zero at 2^-25 of the power of two of the largest, of magnitude M (sm_80: "
-    "twice, 9 terms at 2^-24), and its sum of magnitude A at 2^-23: at most 2^-23 (9 M + 2 A) a step.  Bytes: "
-    "those of ref.orders.mma_chain of the device's generation."
+    "twice, 9 terms at 2^-24), and its sum of magnitude A at 2^-23: at most 2^-23 (9 M + 2 A) a step. "
+    "Bytes: those of ref.orders.mma_chain of the device's generation."
 )
 
 
