@@ -31,7 +31,7 @@ __all__ = ["GUARD_BYTES", "POISON", "Arena", "DeviceArena", "PinnedArena", "Span
 GUARD_BYTES: Final = 256
 POISON: Final = 0xFF                # a NaN in every float format we use
 _PORTABLE_MAPPED: Final = 3
-_BLOCK_BYTES: Final = 2 << 20       # assumes: device memory is taken in blocks of 2 MiB
+_BLOCK_BYTES: Final = 2 << 20       # measured: by free memory, H200, driver 580
 
 
 @dataclass(frozen=True, slots=True)
