@@ -325,6 +325,8 @@ FN_EXPORT int fnsim_set(const char* name, u64 value) {
         settings.n_workers = value;
     } else if (key == "check_rights") {
         settings.check_rights = value;
+    } else if (key == "skip_kernels" && value <= 1) {
+        settings.skip_kernels = value;
     } else if (key == "sms" && value) {
         settings.n_sms = value;
     } else if (key == "generation" && (value == 80 || value == 90)) {
@@ -349,6 +351,7 @@ FN_EXPORT u64 fnsim_get(const char* name) {
     if (key == "seed") return settings.seed;
     if (key == "workers") return settings.n_workers;
     if (key == "check_rights") return settings.check_rights;
+    if (key == "skip_kernels") return settings.skip_kernels;
     if (key == "memory_bytes") return settings.memory_bytes;
     if (key == "sms") return settings.n_sms;
     if (key == "devices") return settings.n_devices;
@@ -358,6 +361,12 @@ FN_EXPORT u64 fnsim_get(const char* name) {
     if (key == "bytes_copied") return world.bytes_copied;
     if (key == "bytes_filled") return world.bytes_filled;
     if (key == "contexts") return world.contexts.size();
+    if (key == "handles") {  // live, without contexts; functions go with their modules
+        u64 n = world.events.size() + world.modules.size() + world.graphs.size() + world.execs.size() +
+                world.captures.size();
+        for (auto& i : world.contexts) n += i.second->streams.size();
+        return n;
+    }
     if (key == "used_bytes") {
         u64 sum = 0;
         for (int d = 0; d < 4; d++) sum += device_used(d);

@@ -56,6 +56,7 @@ struct Settings {
     u64 memory_bytes = (u64)8 << 30;
     u64 seed = 0;
     u64 n_sms = 132, n_devices = 1, generation = 90, n_workers = 1, check_rights = 0;
+    u64 skip_kernels = 0;  // launches are checked, queued and counted, and their bodies left out
 };
 extern Settings settings FN_SIM_HIDDEN;
 

@@ -74,6 +74,10 @@ static u64 argument_end(const Work& w, u64 address, const Allocation& a) {
 }
 
 static Result run_kernel(Context& c, Work& w) {
+    if (settings.skip_kernels) {
+        world.launches++;
+        return OK;
+    }
     void* pointers[64];
     const size_t n = w.args.size();
     for (size_t i = 0; i < n; i++) pointers[i] = &w.args[i];

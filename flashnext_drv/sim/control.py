@@ -26,12 +26,14 @@ __all__ = [
     "set_generation",
     "set_memory_bytes",
     "set_seed",
+    "set_skip_kernels",
     "set_sms",
     "set_value",
     "set_workers",
 ]
 
-SETTINGS: Final = ("seed", "workers", "check_rights", "memory_bytes", "sms", "devices", "generation")
+SETTINGS: Final = ("seed", "workers", "check_rights", "memory_bytes", "sms", "devices", "generation",
+                   "skip_kernels")
 _GENERATIONS: Final = {"sm_80": 80, "sm_90": 90}
 _library: ctypes.CDLL | None = None
 
@@ -86,6 +88,11 @@ def set_check_rights(on: bool) -> None:
     set_value("check_rights", int(on))
 
 
+def set_skip_kernels(on: bool) -> None:
+    """Launches are checked, ordered and counted, but kernels do nothing: outputs keep what was there."""
+    set_value("skip_kernels", int(on))
+
+
 def set_memory_bytes(size_bytes: int) -> None:
     """Memory of each device."""
     set_value("memory_bytes", size_bytes)
@@ -109,7 +116,10 @@ def set_generation(name: str) -> None:
 
 
 def counter(name: str) -> int:
-    """calls, launches, bytes_copied, bytes_filled, contexts, used_bytes, or the value of a setting."""
+    """calls, launches, bytes_copied, bytes_filled, contexts, used_bytes, or the value of a setting.
+
+    handles: live streams, events, modules, graphs, executables and captures together.
+    """
     value: int = _need().fnsim_get(name.encode())
     if value == 2**64 - 1:
         raise UsageError(f"the simulator counts no {name!r}")

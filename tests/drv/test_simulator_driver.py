@@ -173,3 +173,31 @@ def test_second_load_keeps_the_library(sim: Any) -> None:
     assert control.counter("seed") == 3
     with pytest.raises(Exception, match="is not possible"):
         control.set_value("nonsense", 1)
+
+
+def test_skipped_kernels_are_counted_and_leave_their_outputs(sim: Any) -> None:
+    x, y = sim.upload(np.arange(128, dtype=np.uint32)), sim.upload(np.full(128, 7, np.uint32))
+    before = control.counter("launches")
+    control.set_skip_kernels(True)
+    sim.launch("fault", x=x, y=y, mode=0, index=0)
+    assert sim.sync() == 0 and control.counter("launches") == before + 1
+    assert (sim.download(y, 128) == 7).all()
+    assert sim.launch("fault", x=x, y=y, mode=0, index=0, block=64)[0] == 1, "a wrong shape is still refused"
+    control.set_skip_kernels(False)
+    sim.launch("fault", x=x, y=y, mode=0, index=0)
+    assert sim.sync() == 0 and sim.download(y, 128).tolist() == list(range(128))
+
+
+def test_live_handles_are_counted_until_they_are_closed(sim: Any) -> None:
+    before = control.counter("handles")
+    stream, event = sim.ok("cuStreamCreate", 1), sim.ok("cuEventCreate", 2)
+    module = sim.ok("cuModuleLoadData", sim.image())
+    sim.ok("cuStreamBeginCapture", stream, sim.d.CUstreamCaptureMode(1))
+    assert control.counter("handles") == before + 4, "stream, event, module, capture"
+    graph = sim.ok("cuStreamEndCapture", stream)
+    exec_ = sim.ok("cuGraphInstantiate", graph, 0)
+    assert control.counter("handles") == before + 5
+    for name, handle in (("cuGraphExecDestroy", exec_), ("cuGraphDestroy", graph), ("cuEventDestroy", event),
+                         ("cuModuleUnload", module), ("cuStreamDestroy", stream)):
+        sim.ok(name, handle)
+    assert control.counter("handles") == before
