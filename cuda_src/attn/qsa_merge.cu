@@ -56,7 +56,8 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const float* q, const float*
     u32 parts = (fn_attended(position, budget) + FN_PART - 1u) / FN_PART;
     size_t at = ((size_t)r * n_q + head) * max_parts;
     const float2* po = reinterpret_cast<const float2*>(part_o + at * FN_HEAD) + tid;
-    float2 gate = fn_ldg(reinterpret_cast<const float2*>(q + ((size_t)r * n_q + head) * (2u * FN_HEAD) + FN_HEAD) + tid);
+    const float* gates = q + ((size_t)r * n_q + head) * (2u * FN_HEAD) + FN_HEAD;
+    float2 gate = fn_ldg(reinterpret_cast<const float2*>(gates) + tid);
     bool broken = flag[r] != 0u;
 
     float m = fn_u2f(0xff800000u), l = 0.f;
