@@ -25,9 +25,8 @@ from ..errors import BuildError
 from .spec import KernelSpec
 
 __all__ = ["ARCHS", "FAMILIES", "QUALIFIED", "Image", "KernelRecord", "Manifest", "cubin_root", "families",
-           "image_digest", "manifest", "pick_arch", "read_manifest", "source_digest", "source_files",
-           "source_root",
-           "spec", "specs"]
+           "image_digest", "kernel_digest", "manifest", "pick_arch", "read_manifest", "source_digest",
+           "source_files", "source_root", "spec", "specs"]
 
 FAMILIES: Final = ("glue", "exl3", "attn", "gdn", "moe", "moe_gemv", "token", "move", "probe")
 ARCHS: Final = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120", "sm_121")
@@ -166,9 +165,13 @@ def source_files(family: str | None = None) -> tuple[str, ...]:
 
     What only the simulator includes (sim/) is left out.
     """
+    return _included([one.source for one in specs(family)])
+
+
+def _included(todo: list[str]) -> tuple[str, ...]:
+    """`todo` and all that is included from there, sorted; paths below source_root."""
     root = source_root()
     found: set[str] = set()
-    todo = [one.source for one in specs(family)]
     while todo:
         path = todo.pop()
         if path in found:
@@ -188,11 +191,21 @@ def source_digest(family: str | None = None) -> str:
 
     Read once per process: a process keeps the sources it started with.
     """
+    return _sources_digest(source_files(family), specs(family))
+
+
+def kernel_digest(name: str) -> str:
+    """SHA-256, hex, of what one kernel is built from: as `source_digest`, for its own source alone."""
+    one = spec(name)
+    return _sources_digest(_included([one.source]), (one,))
+
+
+def _sources_digest(paths: tuple[str, ...], declared: tuple[KernelSpec, ...]) -> str:
     digest = hashlib.sha256()
     root = source_root()
-    for path in source_files(family):
+    for path in paths:
         digest.update(path.encode() + b"\0" + hashlib.sha256((root / path).read_bytes()).digest())
-    for one in specs(family):
+    for one in declared:
         kinds = [a.kind for a in one.args]
         digest.update(json.dumps([one.name, one.source, one.macros(), kinds]).encode())
     return digest.hexdigest()

@@ -10,6 +10,7 @@ log.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import struct
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ class CubinKernel:
     """One kernel.  regs: 32-bit registers a thread; stack bytes a thread; shared bytes a block, static.
 
     params: (offset, size) in bytes, in order.  max_threads: 0 when the kernel has no launch bounds.
+    text_sha256: SHA-256, hex, of the kernel's instructions as they stand in the file.
     """
 
     regs: int = 0
@@ -40,6 +42,7 @@ class CubinKernel:
     max_threads: int = 0
     barriers: int = 0
     params: tuple[tuple[int, int], ...] = ()
+    text_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,10 @@ def _read(data: bytes) -> tuple[int, dict[str, CubinKernel]]:
             elif kernel is not None:
                 kernel.stack_bytes = number
     for name, kernel in kernels.items():
+        text = by_name[f".text.{name}"]
+        if text.offset + text.size > len(data):
+            raise ValueError(f"no cubin: the instructions of {name} end behind the file")
+        kernel.text_sha256 = hashlib.sha256(data[text.offset:text.offset + text.size]).hexdigest()
         shared = by_name.get(f".nv.shared.{name}")
         if shared is not None:
             kernel.shared_bytes = shared.size - (_RESERVED_SHARED_BYTES if sm >= 90 else 0)
