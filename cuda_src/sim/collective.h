@@ -129,15 +129,15 @@ static inline void fn_hadamard128(float (&v)[4]) {
 
 static inline void fn_sim_mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bool bf16) {
     fnsim::Warp& w = *fnsim::T.warp;
-    const int lane = fnsim::T.current->lane;
-    memcpy(w.mma_ab[lane], a, 16);
-    memcpy(w.mma_ab[lane] + 4, b, 8);
-    memcpy(w.mma_acc[lane], d, 16);
+    const int g = fnsim::T.current->lane >> 2, q = fnsim::T.current->lane & 3;
+    for (int i = 0; i < 4; i++) w.mma_a[q + 4 * (i >> 1)][g + 8 * (i & 1)] = a[i];
+    for (int i = 0; i < 2; i++) w.mma_b[q + 4 * i][g] = b[i];
+    for (int i = 0; i < 4; i++) w.mma_c[2 * q + (i & 1)][g + 8 * (i >> 1)] = d[i];
     if (fnsim::warp_arrive(bf16 ? fnsim::OP_MMA_BF16 : fnsim::OP_MMA_F16)) {
         fnsim::mma(w, bf16);
         fnsim::warp_release();
     }
-    memcpy(d, w.mma_acc[lane], 16);
+    for (int i = 0; i < 4; i++) d[i] = w.mma_c[2 * q + (i & 1)][g + 8 * (i >> 1)];
 }
 static inline void fn_mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     fn_sim_mma(d, a, b, false);

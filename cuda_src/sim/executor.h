@@ -32,8 +32,10 @@ struct alignas(64) Warp {
     unsigned long long slot[2][32];   // exchanges: read by every lane
     unsigned long long input[32];     // reductions: read by the last lane only
     alignas(64) float values[4][32];  // hadamard, ldmatrix: in and out, transposed
-    alignas(64) unsigned mma_ab[32][6];
-    alignas(16) float mma_acc[32][4];
+    // mma: pairs of operands k, k + 1 of 16 outputs and of 8 rows, and the accumulators; each lane writes its
+    // own
+    alignas(64) unsigned mma_a[8][16], mma_b[8][8];
+    alignas(64) float mma_c[8][16];
     unsigned long long result;
 };
 

@@ -44,52 +44,77 @@ float toward_zero(int64_t sum, int e) {
     return sum < 0 ? -r : r;
 }
 
-// f: value; e: exponent, subnormals at the format's least one.  bad: an infinity or NaN; wide: outside the
-// fast path.
-inline __attribute__((always_inline)) void decode(const u16* h, int n, bool bf16, float* f, int* e, int& bad,
-                                                  int& wide) {
-    int b = 0, w = 0;
-    if (bf16) {
-        for (int i = 0; i < n; i++) {
-            const u32 u = (u32)h[i] << 16;
-            const int field = u >> 23 & 255;
-            f[i] = fn_u2f(u);
-            e[i] = (field ? field : 1) - 127;
-            b |= field == 255;
-            w |= (u << 1) != 0 && (field < 87 || field > 167);
-        }
-    } else {
-        for (int i = 0; i < n; i++) {
-            const u32 u = (u32)(h[i] & 0x7fff) << 13 | (u32)(h[i] & 0x8000) << 16;
-            const int field = h[i] >> 10 & 31;
-            f[i] = fn_u2f(u) * 0x1p112f;
-            e[i] = (field ? field : 1) - 15;
-            b |= field == 31;
-        }
-    }
-    bad |= b;
-    wide |= w;
+inline bool any(v8i x) {
+    alignas(32) int lane[8];
+    *(v8i*)lane = x;
+    return lane[0] | lane[1] | lane[2] | lane[3] | lane[4] | lane[5] | lane[6] | lane[7];
 }
 
-// Eight outputs of one row, one block of products: integers hold every cut term.  False: a term lies outside.
-inline __attribute__((always_inline)) bool block_fast(v8f& acc, const float* a, const int* ea,
-                                                      const float (*b)[8], const int (*eb)[8], int n,
-                                                      int fraction) {
+// Operands of one tile, decoded: value and exponent (subnormals at the format's least one) of every element.
+// bad: an infinity or NaN is there; wide: an element is outside the fast path.
+struct Tile {
+    alignas(32) float a[16][16], b[16][8];
+    alignas(32) int ea[16][16], eb[16][8];
+    bool bad, wide;
+};
+
+template <bool Bf16>
+inline __attribute__((always_inline)) void decode(v8i w, float* value, int* exponent, v8i& top, v8i& wide) {
+    const v8i one = (v8i){} + 1;
+    v8i field, u;
+    if (Bf16) {
+        field = w >> 7 & 255;
+        u = w << 16;
+        wide |= ((w & 0x7fff) != 0) & ((field < 87) | (field > 167));
+        *(v8f*)value = (v8f)u;
+    } else {
+        field = w >> 10 & 31;
+        u = (w & 0x7fff) << 13 | (w & 0x8000) << 16;
+        *(v8f*)value = (v8f)u * 0x1p112f;
+    }
+    top = field > top ? field : top;
+    *(v8i*)exponent = (field > one ? field : one) - (Bf16 ? 127 : 15);
+}
+template <bool Bf16>
+void decode_tile(const Warp& w, Tile& t, v8i& live) {
+    v8i top = {}, wide = {}, accumulators = {};
+    for (int pair = 0; pair < 8; pair++) {
+        const v8i a0 = *(const v8i*)&w.mma_a[pair][0], a1 = *(const v8i*)&w.mma_a[pair][8],
+                  b = *(const v8i*)w.mma_b[pair];
+        const int k = 2 * pair;
+        decode<Bf16>(a0 & 0xffff, &t.a[k][0], &t.ea[k][0], top, wide);
+        decode<Bf16>(a1 & 0xffff, &t.a[k][8], &t.ea[k][8], top, wide);
+        decode<Bf16>(b & 0xffff, t.b[k], t.eb[k], top, wide);
+        decode<Bf16>(a0 >> 16 & 0xffff, &t.a[k + 1][0], &t.ea[k + 1][0], top, wide);
+        decode<Bf16>(a1 >> 16 & 0xffff, &t.a[k + 1][8], &t.ea[k + 1][8], top, wide);
+        decode<Bf16>(b >> 16 & 0xffff, t.b[k + 1], t.eb[k + 1], top, wide);
+        live |= b & 0x7fff7fff;
+    }
+    for (int col = 0; col < 8; col++)
+        for (int row = 0; row < 16; row += 8) {
+            const v8i field = *(const v8i*)&w.mma_c[col][row] >> 23 & 255;
+            accumulators = field > accumulators ? field : accumulators;
+        }
+    t.bad = any((top == (Bf16 ? 255 : 31)) | (accumulators == 255));
+    t.wide = any(wide);
+}
+
+// One output column of eight rows, one block of products: integers hold every cut term.  False: a term lies
+// outside.
+inline __attribute__((always_inline)) bool block_fast(v8f& acc, const Tile& t, int row, int col, int k0,
+                                                      int n, int fraction) {
     const v8i field = ((v8i)acc >> 23) & 255;
     v8i top = field - 127;
     top = field == 0 ? (v8i){} - 126 : top;
     top = ((v8i)acc << 1) == 0 ? (v8i){} + kNone : top;
     v8f p[16];
     for (int k = 0; k < n; k++) {
-        p[k] = *(const v8f*)b[k] * a[k];
-        v8i e = *(const v8i*)eb[k] + ea[k];
+        p[k] = *(const v8f*)&t.a[k0 + k][row] * t.b[k0 + k][col];
+        v8i e = *(const v8i*)&t.ea[k0 + k][row] + t.eb[k0 + k][col];
         e = p[k] == 0.f ? (v8i){} + kNone : e;
         top = e > top ? e : top;
     }
-    const v8i odd = ((top < -90) & (top != kNone)) | (top > 100);
-    alignas(32) int flag[8];
-    *(v8i*)flag = odd;
-    if (flag[0] | flag[1] | flag[2] | flag[3] | flag[4] | flag[5] | flag[6] | flag[7]) return false;
+    if (any(((top < -90) & (top != kNone)) | (top > 100))) return false;
     top = top == kNone ? (v8i){} : top;
     const v8f scale = (v8f)((fraction - top + 127) << 23), back = (v8f)((top - fraction + 127) << 23);
     v8i even = __builtin_convertvector(acc * scale, v8i), other = {};
@@ -126,6 +151,24 @@ float output_exact(float acc, const float* x, const float* y, const int* e, int 
     return toward_zero(sum, top - m.fraction);
 }
 
+u16 half(u32 word, int k) { return (u16)(word >> 16 * (k & 1)); }
+
+void block_exact(v8f& acc, const Warp& w, const Tile& t, int row, int col, int k0, bool bf16,
+                 const Model& m) {
+    for (int i = 0; i < 8; i++) {
+        float x[16], y[16];
+        int e[16];
+        for (int j = 0; j < m.products; j++) {
+            const int k = k0 + j;
+            // the fast decode of f16 turns an infinity into 65536: take the real value when one is there
+            x[j] = t.bad && !bf16 ? fn_h2f(half(w.mma_a[k >> 1][row + i], k)) : t.a[k][row + i];
+            y[j] = t.bad && !bf16 ? fn_h2f(half(w.mma_b[k >> 1][col], k)) : t.b[k][col];
+            e[j] = t.ea[k][row + i] + t.eb[k][col];
+        }
+        acc[i] = output_exact(acc[i], x, y, e, m.products, m);
+    }
+}
+
 }  // namespace
 
 void set_mma_generation(unsigned generation) {
@@ -136,49 +179,30 @@ void set_mma_generation(unsigned generation) {
 }
 
 void mma(Warp& w, bool bf16) {
-    alignas(32) u16 ha[16][16], hb[16][8];
-    alignas(32) float a[16][16], b[16][8], c[16][8];
-    alignas(32) int ea[16][16], eb[16][8];
-    for (int l = 0; l < 32; l++) {
-        const u32* r = w.mma_ab[l];
-        const int g = l >> 2, t = 2 * (l & 3);
-        for (int i = 0; i < 4; i++) memcpy(&ha[g + 8 * (i & 1)][t + 8 * (i >> 1)], r + i, 4);
-        for (int i = 0; i < 2; i++) {
-            hb[t + 8 * i][g] = (u16)r[4 + i];
-            hb[t + 8 * i + 1][g] = (u16)(r[4 + i] >> 16);
-        }
-        memcpy(&c[g][t], w.mma_acc[l], 8);
-        memcpy(&c[g + 8][t], w.mma_acc[l] + 2, 8);
-    }
-    int bad = 0, wide = 0;
-    decode(&ha[0][0], 256, bf16, &a[0][0], &ea[0][0], bad, wide);
-    decode(&hb[0][0], 128, bf16, &b[0][0], &eb[0][0], bad, wide);
-    for (int i = 0; i < 128; i++) bad |= (fn_f2u((&c[0][0])[i]) >> 23 & 255) == 255;
-    const bool fast = !bad && !wide;
+    Tile t;
+    v8i live_columns = {};
+    if (bf16)
+        decode_tile<true>(w, t, live_columns);
+    else
+        decode_tile<false>(w, t, live_columns);
+    alignas(32) int live[8];
+    *(v8i*)live = live_columns;
     const Model m = model;
-    for (int row = 0; row < 16; row++) {
-        v8f acc = *(v8f*)c[row];
-        for (int k0 = 0; k0 < 16; k0 += m.products) {
-            const bool done =
-                fast && (m.products == 16
-                             ? block_fast(acc, a[row], ea[row], b, eb, 16, m.fraction)
-                             : block_fast(acc, a[row] + k0, ea[row] + k0, b + k0, eb + k0, 8, m.fraction));
-            if (done) continue;
-            for (int col = 0; col < 8; col++) {
-                float x[16], y[16];
-                int e[16];
-                for (int k = 0; k < m.products; k++) {
-                    // the f16 fast decode turns an infinity into 65536: take the real value when one is there
-                    x[k] = bad && !bf16 ? fn_h2f(ha[row][k0 + k]) : a[row][k0 + k];
-                    y[k] = bad && !bf16 ? fn_h2f(hb[k0 + k][col]) : b[k0 + k][col];
-                    e[k] = ea[row][k0 + k] + eb[k0 + k][col];
-                }
-                acc[col] = output_exact(acc[col], x, y, e, m.products, m);
+    for (int col = 0; col < 8; col++)
+        for (int row = 0; row < 16; row += 8) {
+            v8f& acc = *(v8f*)&w.mma_c[col][row];
+            if (!t.bad &&
+                !live[col]) {  // absent row: no product counts, the accumulator stays (-0 becomes +0)
+                acc += 0.f;
+                continue;
+            }
+            for (int k0 = 0; k0 < 16; k0 += m.products) {
+                const bool done = !t.bad && !t.wide &&
+                                  (m.products == 16 ? block_fast(acc, t, row, col, 0, 16, m.fraction)
+                                                    : block_fast(acc, t, row, col, k0, 8, m.fraction));
+                if (!done) block_exact(acc, w, t, row, col, k0, bf16, m);
             }
         }
-        for (int col = 0; col < 8; col++)
-            w.mma_acc[4 * (row & 7) + (col >> 1)][2 * (row >> 3) + (col & 1)] = acc[col];
-    }
 }
 
 }  // namespace fnsim
