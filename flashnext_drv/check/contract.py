@@ -14,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from numpy.typing import DTypeLike, NDArray
 from ..drv import api
 from ..drv.context import Context
 from ..drv.memory import GUARD_BYTES, DeviceArena, Span, copy_to_device, copy_to_host
+from ..drv.module import Launch
 from ..drv.stream import Stream
 from ..errors import ContextLost, ContractError, FlashNextError, UsageError
 from ..kernels import catalog
@@ -33,14 +34,18 @@ from ..kernels.spec import PTR, Case, KernelSpec
 from ..ledger import Ledger
 from ..lifetime import Owner
 
-__all__ = ["CaseResult", "CheckDevice", "Operands", "Summary", "bits", "build_operands", "canonical_bytes",
-           "family_of", "hash_outputs", "main", "poison", "repeat_command", "run_all", "run_case"]
+__all__ = ["CaseResult", "CheckDevice", "Operands", "Ran", "Start", "Summary", "bits", "build_operands",
+           "canonical_bytes", "family_of", "hash_outputs", "inputs_kept", "launch_case", "main", "poison", "poison_byte",
+           "poisoned_with", "repeat_command", "run_all", "run_case"]
 
 Arrays = dict[str, NDArray[Any]]
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2: Final = np.uint64(0x94D049BB133111EB)
 _TIMEOUT_S: Final = 600.0
+_poison_byte = 0xFF
+# Makes a launch of what is under test from a grid and arguments by name.
+Start = Callable[[tuple[int, int, int], dict[str, Any]], Launch]
 
 
 @dataclass
@@ -70,6 +75,19 @@ class CaseResult:
     seed: int
     outputs: Arrays
     sha256: str
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One launch of a case: all arrays as sent and as found afterwards, and the names of the outputs."""
+
+    sent: Arrays
+    found: Arrays
+    names: tuple[str, ...]
+
+    @property
+    def outputs(self) -> Arrays:
+        return {name: self.found[name] for name in self.names}
 
 
 @dataclass
@@ -126,10 +144,27 @@ def bits(seed: int, name: str, shape: tuple[int, ...] | int) -> NDArray[np.uint3
 
 
 def poison(shape: tuple[int, ...] | int, dtype: DTypeLike) -> NDArray[Any]:
-    """An array of 0xff bytes: NaN in every float format, the largest value of every unsigned one."""
+    """An array of 0xff bytes: NaN in every float format, the largest value of every unsigned one; or of the
+    byte that `poisoned_with` names."""
     out = np.empty(shape, dtype)
-    out.reshape(-1).view(np.uint8)[:] = 0xFF
+    out.reshape(-1).view(np.uint8)[:] = _poison_byte
     return out
+
+
+def poison_byte() -> int:
+    """The byte that `poison` fills with now."""
+    return _poison_byte
+
+
+@contextmanager
+def poisoned_with(byte: int) -> Iterator[None]:
+    """Cases that are built, run and compared inside use another poison: what was not written then differs."""
+    global _poison_byte
+    before, _poison_byte = _poison_byte, byte
+    try:
+        yield
+    finally:
+        _poison_byte = before
 
 
 def canonical_bytes(array: NDArray[Any]) -> bytes:
@@ -177,30 +212,41 @@ def run_case(device: CheckDevice, kernel: str, case: Case, seed: int = 0,
     """
     given = operands or build_operands(kernel, case, seed)
     spec = catalog.spec(kernel)
+    ran = launch_case(device, spec, given)
+    try:
+        inputs_kept(spec, ran.sent, ran.found)
+        given.expect(ran.found)
+    except AssertionError as error:
+        raise ContractError(f"kernel {kernel} misses its contract", case=case.name, seed=seed,
+                            because=str(error),
+                            do=f"repeat with {repeat_command(kernel, case, seed)}") from error
+    return CaseResult(kernel, case.name, seed, ran.outputs, hash_outputs(ran.outputs))
+
+
+def launch_case(device: CheckDevice, spec: KernelSpec, given: Operands, start: Start | None = None) -> Ran:
+    """Upload the operands, launch once, read everything back; nothing is compared but the guard zones.
+
+    start: makes the launch (by default of the device's kernel that `spec` declares).  Raises ContractError
+    when arrays are missing or a guard zone changed.
+    """
     sent = {name: np.ascontiguousarray(array) for name, array in given.arrays.items()}
     _arguments_fit(spec, given)
     size = sum(-(-array.nbytes // GUARD_BYTES) * GUARD_BYTES + 2 * GUARD_BYTES for array in sent.values())
-    with DeviceArena(device.ctx, f"check.{kernel}", max(size, GUARD_BYTES), guard=True) as arena:
+    with DeviceArena(device.ctx, f"check.{spec.name}", max(size, GUARD_BYTES), guard=True) as arena:
         spans = {name: arena.span(name, array.nbytes) for name, array in sent.items()}
         sent = _relocated(sent, spans, given.relocations)
         for name, array in sent.items():
             copy_to_device(device.stream, spans[name], array)
         args: dict[str, Any] = {a.name: spans[a.name] for a in spec.args if a.kind == PTR and a.name in spans}
-        device.kernels.launch(kernel, given.grid, **given.scalars, **args).run(device.stream)
+        args.update((a.name, given.scalars[a.name]) for a in spec.args if a.name in given.scalars)
+        make = start or (lambda grid, named: device.kernels.launch(spec.name, grid, **named))
+        make(given.grid, args).run(device.stream)
         device.stream.synchronize(_TIMEOUT_S)
         found = {name: np.empty_like(array) for name, array in sent.items()}
         for name, array in found.items():
             copy_to_host(device.stream, array, spans[name])
         arena.check_guards()
-    outputs = {name: found[name] for name in given.outputs}
-    try:
-        _inputs_kept(spec, sent, found)
-        given.expect(found)
-    except AssertionError as error:
-        raise ContractError(f"kernel {kernel} misses its contract", case=case.name, seed=seed,
-                            because=str(error),
-                            do=f"repeat with {repeat_command(kernel, case, seed)}") from error
-    return CaseResult(kernel, case.name, seed, outputs, hash_outputs(outputs))
+    return Ran(sent, found, given.outputs)
 
 
 def repeat_command(kernel: str, case: Case, seed: int) -> str:
@@ -269,7 +315,8 @@ def _relocated(sent: Arrays, spans: dict[str, Span], relocations: list[tuple[str
     return out
 
 
-def _inputs_kept(spec: KernelSpec, sent: Arrays, found: Arrays) -> None:
+def inputs_kept(spec: KernelSpec, sent: Arrays, found: Arrays) -> None:
+    """Raises AssertionError when an array that is declared read-only changed."""
     for arg in spec.args:
         if arg.kind == PTR and arg.rights == "r" and arg.name in sent:
             same = sent[arg.name].tobytes() == found[arg.name].tobytes()

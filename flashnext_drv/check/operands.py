@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..kernels.spec import Case
 from ..kernels.tables import LINEAR, ROUND, RUN
-from .contract import bits, poison
+from .contract import bits, poison, poison_byte
 
 __all__ = [
     "F16_ULP",
@@ -164,8 +164,8 @@ def bytes_of(x: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def untouched(name: str, x: NDArray[Any]) -> None:
-    """Every byte of `x` is still poison (0xFF)."""
-    assert (bytes_of(x) == 0xFF).all(), f"{name}: rows that do not take part were written"
+    """Every byte of `x` is still poison."""
+    assert (bytes_of(x) == poison_byte()).all(), f"{name}: rows that do not take part were written"
 
 
 def near(name: str, got: NDArray[Any], want: NDArray[Any], bound: NDArray[Any] | float) -> None:

@@ -8,7 +8,6 @@ checked by name and kind when it is made, never again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
@@ -17,10 +16,11 @@ from ..drv.context import Context, DriverOwner
 from ..drv.memory import Span
 from ..drv.module import Launch, Module, pack
 from ..errors import BuildError, ContractError, UsageError
+from ..lifetime import Undo
 from . import catalog
 from .spec import F32, I32, PTR, U32, U64, Arg, KernelSpec
 
-__all__ = ["Kernels", "Value", "simulator_image"]
+__all__ = ["Kernels", "Value", "make_launch", "simulator_image"]
 
 Value = Span | int | float | np.integer[Any] | np.floating[Any]
 _RANGES: Final[Mapping[str, tuple[int, int]]] = {
@@ -45,7 +45,7 @@ class Kernels(DriverOwner):
         self.warning = _warning(ctx)
         self._modules: dict[str, Module] = {}
         self._specs: dict[str, tuple[KernelSpec, str]] = {}
-        with ExitStack() as undo:
+        with Undo() as undo:
             for family in families or catalog.families():
                 image, digest = _image(ctx, self.arch, family)
                 self._modules[family] = undo.enter_context(Module(ctx, f"{name}.{family}", image, digest))
@@ -71,12 +71,7 @@ class Kernels(DriverOwner):
         if kernel not in self._specs:
             raise ContractError(f"no kernel is called {kernel!r}", do="see kernels/catalog.py")
         spec, family = self._specs[kernel]
-        _names_fit(spec, args)
-        values = [_value(spec, arg, args[arg.name]) for arg in spec.args]
-        arenas = {id(v.arena): v.arena for v in args.values() if isinstance(v, Span)}
-        function = self._modules[family].function(kernel)
-        return Launch(function, _grid(spec, grid), spec.block, 0, pack(spec.offsets(), values),
-                      holds=tuple(arenas.values()))
+        return make_launch(self._modules[family], spec, grid, args)
 
     def _check_close(self) -> None:
         super()._check_close()
@@ -90,9 +85,24 @@ class Kernels(DriverOwner):
         self._undo.close()
 
 
-def simulator_image(family: str) -> bytes:
-    """What stands for a cubin in the simulator: it runs its own build, and refuses another digest."""
-    return b"FLASHNEXT-SIM\0" + family.encode() + b"\0" + catalog.image_digest(family).encode() + b"\0"
+def make_launch(module: Module, spec: KernelSpec, grid: int | tuple[int, ...],
+                args: Mapping[str, Value]) -> Launch:
+    """A launch of the kernel that `spec` declares, out of any module that holds it.
+
+    Raises ContractError on a missing, unknown or unfitting argument.
+    """
+    _names_fit(spec, args)
+    values = [_value(spec, arg, args[arg.name]) for arg in spec.args]
+    arenas = {id(v.arena): v.arena for v in args.values() if isinstance(v, Span)}
+    return Launch(module.function(spec.name), _grid(spec, grid), spec.block, 0, pack(spec.offsets(), values),
+                  holds=tuple(arenas.values()))
+
+
+def simulator_image(family: str, digest: str = "") -> bytes:
+    """What stands for a cubin in the simulator: it runs its own build, and refuses another digest (by default
+    that of the family's sources)."""
+    digest = digest or catalog.image_digest(family)
+    return b"FLASHNEXT-SIM\0" + family.encode() + b"\0" + digest.encode() + b"\0"
 
 
 def _arch(ctx: Context) -> str:

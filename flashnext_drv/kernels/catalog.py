@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import BuildError
-from .spec import KernelSpec
+from .spec import ARCHS, KernelSpec
 
 __all__ = ["ARCHS", "FAMILIES", "QUALIFIED", "Image", "KernelRecord", "Manifest", "cubin_root", "families",
            "image_digest", "kernel_digest", "manifest", "pick_arch", "read_manifest", "source_digest",
            "source_files", "source_root", "spec", "specs"]
 
 FAMILIES: Final = ("glue", "exl3", "attn", "gdn", "moe", "moe_gemv", "token", "move", "probe")
-ARCHS: Final = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120", "sm_121")
 # GPU generations for which tests/receipts holds a run of every kernel case; all others open with a warning.
 QUALIFIED: Final[frozenset[str]] = frozenset()
 _PACKAGE: Final = Path(__file__).resolve().parents[1]

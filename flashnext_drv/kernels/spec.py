@@ -10,7 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["F32", "I32", "PTR", "U32", "U64", "Arg", "Case", "KernelSpec", "Limit"]
+__all__ = ["ARCHS", "CONTROL_KINDS", "F32", "I32", "PTR", "STAGES", "U32", "U64", "Arg", "Case", "Control", "Edit",
+           "KernelSpec", "Limit"]
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120", "sm_121")
+# What `flashnext-drv check` shows of every kernel (check/stages.py says how); a kernel to which one cannot apply
+# says why in `exempt`.
+STAGES = ("fp64", "guards", "written", "repeat", "order", "mates", "integers", "midpoints", "nonfinite")
+CONTROL_KINDS = {
+    "order": "a sum in another order", "leaf": "a part of a sum dropped", "rounding": "one rounding more",
+    "barrier": "a barrier missing", "tail": "off by one at an end", "tie": "a tie decided the other way",
+    "scale": "a factor left out or wrong", "contraction": "an fma split, or a product and a sum contracted",
+    "stale": "a table row read that takes no part, or an old one", "nan": "a NaN lost",
+    "layout": "values in another place", "index": "another element read",
+}
 
 PTR = "ptr"
 U32 = "u32"
@@ -58,10 +71,11 @@ class Limit:
 @dataclass(frozen=True)
 class Case:
     """One named set of dimensions under which a kernel is checked; `dims` is read by the family's case
-    builder."""
+    builder.  shows: the stages ("integers", "midpoints", "nonfinite") that this case's data are made for."""
 
     name: str
     dims: Mapping[str, int | float | str]
+    shows: tuple[str, ...] = ()
 
     def __getitem__(self, key: str) -> int | float | str:
         return self.dims[key]
@@ -74,6 +88,35 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Edit:
+    """One textual change: `old` stands exactly once in `file` (a path below cuda_src) and becomes `new`."""
+
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Control:
+    """A wrong variant of a kernel, made by edits of its real text, which the check must report.
+
+    kind: one of CONTROL_KINDS.  cases: names of the kernel's cases to run, in order (default: all).
+    racecheck: why the fault cannot be brought to light by running it on a GPU; there it is left to the race
+    checker, and counted apart.  The simulator runs it all the same.
+    """
+
+    name: str
+    kind: str
+    edits: tuple[Edit, ...]
+    cases: tuple[str, ...] = ()
+    racecheck: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in CONTROL_KINDS or not self.edits:
+            raise ValueError(f"control {self.name}: kind {self.kind!r} is unknown, or it edits nothing")
+
+
+@dataclass(frozen=True)
 class KernelSpec:
     """One kernel: source, arithmetic order, parameters, launch shape, resources, reference and cases.
 
@@ -81,7 +124,10 @@ class KernelSpec:
     grid: words, one line.  block: threads, a multiple of 32.  shared_bytes: sizeof of the FN_SHARED struct,
     else 0. defines: macros set before the source is included, besides FN_NAME, FN_NAMESPACE, FN_THREADS,
     FN_BLOCKS_PER_SM and FN_SHARED_BYTES.  reference: "<module>.<function>" below flashnext_drv.ref.
-    bound: words, with the derivation of the tolerance against FP64.
+    bound: words, with the derivation of the tolerance against FP64.  limits: of each of ARCHS.
+    rows: axis of the launch's rows in each array of a case, by name (with * and ?).  exempt: stage -> why it
+    cannot apply.  controls: wrong variants that the check must report.  broken: why the kernel breaks rules
+    on purpose; it then has no contract and is never checked.
     """
 
     name: str
@@ -98,6 +144,10 @@ class KernelSpec:
     bound: str = ""
     replaces: str = ""
     cases: tuple[Case, ...] = ()
+    rows: Mapping[str, int] = field(default_factory=dict)
+    exempt: Mapping[str, str] = field(default_factory=dict)
+    controls: tuple[Control, ...] = ()
+    broken: str = ""
 
     def __post_init__(self) -> None:
         if self.block % 32 or not 32 <= self.block <= 1024:

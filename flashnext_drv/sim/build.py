@@ -32,7 +32,7 @@ from ..errors import BuildError
 from ..kernels import catalog
 from ..kernels.spec import F32, I32, PTR, U32, U64, KernelSpec
 
-__all__ = ["Compiler", "build", "cache_root", "find_compiler", "unit_text"]
+__all__ = ["Compiler", "Variant", "build", "cache_root", "find_compiler", "unit_text"]
 
 _KINDS: Final = {PTR: "p", U32: "u", I32: "i", U64: "q", F32: "f"}
 _RIGHTS: Final = {"": "-", "r": "r", "w": "w", "rw": "b"}
@@ -71,8 +71,23 @@ class Compiler:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """One kernel from other text, linked beside the real ones: what the check plants.
+
+    family: what its image names; no other's.  folder: a whole copy of the sources, with the edits made; needed
+    while it is built, never in the result.  digest: of those edits and texts.
+    """
+
+    family: str
+    spec: KernelSpec
+    folder: Path
+    digest: str
+
+
+@dataclass(frozen=True)
 class _Unit:
-    """One object to compile.  folder: where its includes are looked up first.  family: "" for the runtime."""
+    """One object to compile.  folder: where its includes are looked up first, then in root.  family: "" for
+    the runtime."""
 
     name: str
     text: str
@@ -80,6 +95,7 @@ class _Unit:
     folder: Path
     flags: tuple[str, ...]
     key: str
+    root: Path
 
 
 class _Builder:
@@ -92,7 +108,8 @@ class _Builder:
 
     def unit(self, name: str, text: str, family: str, folder: Path, extra: tuple[str, ...] = ()) -> _Unit:
         flags = (*self.flags, *extra)
-        return _Unit(name, text, family, folder, flags, self._key(text, folder, flags))
+        key = _unit_key(self.compiler, flags, self.root, folder, text)
+        return _Unit(name, text, family, folder, flags, key, self.root)
 
     def runtime(self, ucontext: bool) -> list[_Unit]:
         """The simulator's own sources; only the executor knows how fibers are switched."""
@@ -140,17 +157,11 @@ class _Builder:
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             source, out = Path(scratch) / "unit.cpp", Path(scratch) / "unit.o"
             source.write_text(unit.text, encoding="utf-8")
-            where = (f"-I{self.root}", f"-I{self.root / 'sim'}", "-c", str(source), "-o", str(out))
+            where = (f"-I{unit.root}", f"-I{unit.root / 'sim'}", "-c", str(source), "-o", str(out))
             _run((*self.compiler.command, *unit.flags, *where), unit.name)
-            if self._key(unit.text, unit.folder, unit.flags) != unit.key:
+            if _unit_key(self.compiler, unit.flags, unit.root, unit.folder, unit.text) != unit.key:
                 raise BuildError(f"{unit.name} changed while it was compiled", do="run it again")
             os.replace(out, target)
-
-    def _key(self, text: str, folder: Path, flags: Sequence[str]) -> str:
-        digest = hashlib.sha256("\0".join((self.compiler.version, *flags, text)).encode())
-        for path, data in sorted(_included(self.root, folder, text).items()):
-            digest.update(path.encode() + b"\0" + hashlib.sha256(data).digest())
-        return digest.hexdigest()[:40]
 
 
 def cache_root() -> Path:
@@ -190,12 +201,14 @@ def build(
     portable: bool = False,
     ucontext: bool = False,
     partial: bool = False,
+    variants: Sequence[Variant] = (),
 ) -> Path:
     """Path of the library with the kernels of `families` (None: all), built now if the cache lacks it.
 
     portable: without CPU extensions.  ucontext: fibers by swapcontext (what machines other than x86-64 use).
     partial: a family that does not compile is left out (its modules are refused with the compiler's words)
-    instead of failing the build; for work on kernels.  Raises BuildError with the compiler's first complaint.
+    instead of failing the build; for work on kernels.  variants: more kernels, each a family of its own.
+    Raises BuildError with the compiler's first complaint.
     """
     compiler = find_compiler()
     flags = _FLAGS + (("-DFN_SIM_PORTABLE",) if portable else compiler.target)
@@ -210,11 +223,17 @@ def build(
             if not partial:
                 raise
             broken[family] = f"{type(error).__name__}: {error}"
+    made = []
+    for one in variants:
+        text = unit_text(one.family, one.spec)
+        made.append(_Builder(compiler, flags, one.folder).unit(one.family, text, one.family, one.folder))
+    digests = {family: "" if family in broken else catalog.image_digest(family) for family in chosen}
+    digests |= {one.family: one.digest for one in variants}
     mark = hashlib.sha256()
-    for unit in units:
+    for unit in (*units, *made):
         mark.update(f"{unit.family}\0{unit.name}\0{unit.key}\0".encode())
-    for family in chosen:
-        mark.update(f"{family}\0{broken.get(family) or catalog.image_digest(family)}\0".encode())
+    for family, digest in digests.items():
+        mark.update(f"{family}\0{broken.get(family) or digest}\0".encode())
     library = cache_root() / f"sim-{mark.hexdigest()[:32]}" / "libcuda.so.1"
     if library.is_file():
         os.utime(library)
@@ -222,10 +241,10 @@ def build(
     with _lock(cache_root() / f"{mark.hexdigest()[:2]}.lock"):
         if library.is_file():
             return library
-        objects = builder.compile(units, broken if partial else None)
-        record = builder.unit("sim/built", _table(chosen, broken), "", builder.root / "sim")
+        objects = builder.compile([*units, *made], broken if partial else None)
+        record = builder.unit("sim/built", _table(digests, broken), "", builder.root / "sim")
         objects |= builder.compile([record], None)
-        good = [u for u in (*units, record) if u.family not in broken]
+        good = [u for u in (*units, *made, record) if u.family not in broken]
         if broken:  # never taken for the whole one later
             library = cache_root() / f"sim-partial-{mark.hexdigest()[:24]}" / library.name
         builder.link([objects[u.key] for u in good], library)
@@ -243,6 +262,14 @@ def unit_text(family: str, spec: KernelSpec) -> str:
     )
     lines = [f"#define {name} {value}" for name, value in macros]
     return "\n".join([*lines, '#include "prelude.cuh"', f'#include "{spec.source}"']) + "\n"
+
+
+def _unit_key(compiler: Compiler, flags: Sequence[str], root: Path, folder: Path, text: str) -> str:
+    """Of everything that goes into an object."""
+    digest = hashlib.sha256("\0".join((compiler.version, *flags, text)).encode())
+    for path, data in sorted(_included(root, folder, text).items()):
+        digest.update(path.encode() + b"\0" + hashlib.sha256(data).digest())
+    return digest.hexdigest()[:40]
 
 
 def _included(root: Path, folder: Path, text: str) -> dict[str, bytes]:
@@ -276,10 +303,10 @@ def _run(command: Sequence[str], what: str) -> None:
         )
 
 
-def _table(chosen: Sequence[str], broken: dict[str, str]) -> str:
+def _table(digests: dict[str, str], broken: dict[str, str]) -> str:
     """C++ text of the list that module.cpp compares images with."""
     rows = []
-    for family in chosen:
+    for family, known in digests.items():
         words = (
             broken.get(family, "")
             .encode("ascii", "replace")
@@ -287,7 +314,7 @@ def _table(chosen: Sequence[str], broken: dict[str, str]) -> str:
             .replace("\\", "\\\\")
             .replace('"', '\\"')
         )
-        digest = "" if family in broken else catalog.image_digest(family)
+        digest = "" if family in broken else known
         rows.append(f'    {{"{family}", "{digest}", "{" ".join(words.split())[:_WORDS_BYTES]}"}},')
     return (
         "namespace fnsim {\nstruct Built { const char *family, *digest, *words; };\n"

@@ -19,10 +19,15 @@ __all__ = ["library", "load"]
 _loaded: tuple[Path, ctypes.CDLL] | None = None
 
 
-def load(settings: Mapping[str, int] | None = None, *, families: Sequence[str] | None = None) -> Path:
+def load(
+    settings: Mapping[str, int] | None = None,
+    *,
+    families: Sequence[str] | None = None,
+    built: Path | None = None,
+) -> Path:
     """Build if needed, load, apply `settings` (names of control.SETTINGS).  Returns the library's path.
 
-    families: only these kernels (None: all).  A second call applies its settings and changes nothing else.
+    families: only these kernels (None: all).  built: a library that build.build made.  A second call applies its settings and changes nothing else.
     Raises BuildError when it cannot be built, UsageError when a real libcuda is in this process.
     """
     global _loaded
@@ -33,7 +38,7 @@ def load(settings: Mapping[str, int] | None = None, *, families: Sequence[str] |
                 because=f"a real driver is in this process: {found}",
                 do="use device cuda, or start the simulator in its own process",
             )
-        path = build.build(families, partial=True)
+        path = built or build.build(families, partial=True)
         _loaded = (path, ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL))
         control.attach(_loaded[1])
     for name, value in (settings or {}).items():
