@@ -240,13 +240,14 @@ template <u32 W2> struct FnRing {
         if (r == 16) return v[q] >> 16;
         return (r < 16 ? v[q] >> r : fn_funnel_r(v[q], v[q + 1 < 3 ? q + 1 : 2], r)) & 0xffffu;
     }
-    // Windows J and J + 16 / width (16 bits later, so nearer to the end) from one word: widths 4 and 8.
-    template <u32 J> static FN_DEVICE void pair(const u32 (&v)[3], u32 (&state)[8]) {
-        constexpr u32 later = J + 32 / W2, offset = fn_ring_behind(W2, later);
-        constexpr u32 q = offset / 32, r = offset % 32;
+    // Windows J and LATER, 8 or 16 bits behind it (nearer to the end), from one word: a shift less.
+    template <u32 J, u32 LATER> static FN_DEVICE void pair(const u32 (&v)[3], u32 (&state)[8]) {
+        constexpr u32 offset = fn_ring_behind(W2, LATER), q = offset / 32, r = offset % 32;
+        constexpr u32 apart = fn_ring_behind(W2, J) - offset;
+        static_assert(apart == 8 || apart == 16, "two windows of one word");
         u32 both = r ? fn_funnel_r(v[q], v[q + 1 < 3 ? q + 1 : 2], r) : v[q];
-        state[later] = both & 0xffffu;
-        state[J] = both >> 16;
+        state[LATER] = both & 0xffffu;
+        state[J] = apart == 16 ? both >> 16 : fn_prmt(both, 0, 0x4421u);
     }
     FN_DEVICE void states(const u32 (&w)[kLoads], u32 (&state)[8]) const {
         u32 v[3] = {0, 0, 0};
@@ -254,9 +255,14 @@ template <u32 W2> struct FnRing {
         for (u32 i = 0; i < kVector; i++)
             v[i] = kAligned ? w[i] : i + 1 < kLoads ? fn_funnel_r(w[i], w[i + 1], shift) : w[i] >> shift;
         if constexpr (W2 == 8) {
-            pair<0>(v, state), pair<1>(v, state), pair<2>(v, state), pair<3>(v, state);
+            pair<0, 4>(v, state), pair<1, 5>(v, state), pair<2, 6>(v, state), pair<3, 7>(v, state);
         } else if constexpr (W2 == 16) {
-            pair<0>(v, state), pair<1>(v, state), pair<4>(v, state), pair<5>(v, state);
+            pair<0, 2>(v, state), pair<1, 3>(v, state), pair<4, 6>(v, state), pair<5, 7>(v, state);
+        } else if constexpr (W2 == 4) {
+            pair<0, 4>(v, state), pair<1, 5>(v, state), pair<2, 6>(v, state), pair<3, 7>(v, state);
+        } else if constexpr (W2 == 5) {
+            pair<0, 3>(v, state), pair<2, 5>(v, state), pair<4, 7>(v, state);
+            state[1] = window<fn_ring_behind(W2, 1)>(v), state[6] = window<fn_ring_behind(W2, 6)>(v);
         } else {
             state[0] = window<fn_ring_behind(W2, 0)>(v), state[1] = window<fn_ring_behind(W2, 1)>(v);
             state[2] = window<fn_ring_behind(W2, 2)>(v), state[3] = window<fn_ring_behind(W2, 3)>(v);
