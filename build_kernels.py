@@ -89,9 +89,11 @@ def main(argv: list[str]) -> int:
 
 
 def archs(text: str | None = None) -> tuple[str, ...]:
-    """The architectures to build: `text`, else FLASHNEXT_ARCHS, else all.  Raises BuildError on an unknown
-    one."""
+    """The architectures to build: `text`, else FLASHNEXT_ARCHS, else all; "none" builds nothing (the simulator
+    needs no images).  Raises BuildError on an unknown one."""
     wanted = text if text is not None else os.environ.get("FLASHNEXT_ARCHS", "")
+    if wanted.strip() == "none":
+        return ()
     names = tuple(dict.fromkeys(wanted.replace(",", " ").split())) or catalog.ARCHS
     for name in names:
         if name not in catalog.ARCHS:
