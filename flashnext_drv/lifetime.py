@@ -9,12 +9,13 @@ end.
 from __future__ import annotations
 
 import enum
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from .errors import UsageError
 
-__all__ = ["Owner", "State"]
+__all__ = ["Owner", "State", "Undo"]
 
 
 class State(enum.Enum):
@@ -23,6 +24,21 @@ class State(enum.Enum):
     OPEN = "open"
     CLOSING = "closing"
     CLOSED = "closed"
+
+
+class Undo(ExitStack):
+    """An ExitStack for constructors: when unwinding fails too, the error that led to it stays the one
+    raised."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None, /) -> bool:
+        try:
+            return bool(super().__exit__(kind, error, trace))
+        except Exception as second:
+            if error is None:
+                raise
+            error.add_note(f"undoing failed too: {type(second).__name__}: {second}")
+            return False
 
 
 if TYPE_CHECKING:

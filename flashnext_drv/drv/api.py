@@ -43,7 +43,7 @@ __all__ += ["cuCtxCreate", "cuCtxDestroy", "cuCtxDisablePeerAccess", "cuCtxEnabl
             "cuModuleLoadData",
             "cuModuleUnload", "cuStreamBeginCapture", "cuStreamCreate", "cuStreamDestroy",
             "cuStreamEndCapture",
-            "cuStreamQuery", "cuStreamSynchronize", "cuStreamWaitEvent"]
+            "cuStreamIsCapturing", "cuStreamQuery", "cuStreamSynchronize", "cuStreamWaitEvent"]
 
 Handle = Any
 _NOT_READY: Final = 600
@@ -330,6 +330,11 @@ def cuStreamBeginCapture(stream: Handle) -> None:
 def cuStreamEndCapture(stream: Handle) -> Handle:
     """The captured graph.  int() of it is 0 when the capture was invalidated."""
     return _call("cuStreamEndCapture", stream)
+
+
+def cuStreamIsCapturing(stream: Handle) -> bool:
+    """Whether the stream is in a capture, invalidated ones included."""
+    return int(_call("cuStreamIsCapturing", stream)) != 0
 
 
 def cuGraphInstantiate(graph: Handle) -> Handle:

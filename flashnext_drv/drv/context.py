@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final
 
 from ..errors import ContextLost, DriverError, UsageError
 from ..ledger import Entry, Ledger
-from ..lifetime import Owner
+from ..lifetime import Owner, Undo
 from . import api, faults
 
 __all__ = ["Context", "DeviceFacts", "DriverOwner", "devices", "here"]
@@ -97,7 +97,7 @@ class Context(DriverOwner):
             raise UsageError(f"device {ordinal} does not exist", because=f"the driver lists {count}")
         device = api.cuDeviceGet(ordinal)
         self.facts = _facts(ordinal)
-        with ExitStack() as undo:
+        with Undo() as undo:
             undo.callback(ledger.add(name, "context").remove)
             if primary:
                 self.handle = api.cuDevicePrimaryCtxRetain(device)
@@ -137,19 +137,21 @@ class Context(DriverOwner):
         lost."""
         self._broken = self._broken or why
 
-    def free(self, call: Callable[..., None], handle: Any, entry: Entry) -> None:
+    def free(self, call: Callable[..., None], handle: Any, entry: Entry, *, outlives: bool = False) -> None:
         """Free one driver object and forget its entry; the last step of every owner on this context.
 
+        outlives: the object is the process's and would survive the context (graphs), so it is freed on a
+        broken one too.
         A free that fails is tried once more, and its error raised all the same.  If it fails again the object
         can go only with the context: the context is marked broken and the entry lost.
         """
         first: DriverError | None = None
-        done = False
+        done, was_broken = False, bool(self._broken)
         for _ in range(2):
-            if self._broken or done:
+            if done or (self._broken and not outlives):
                 break
             try:
-                with self.active():
+                with nullcontext() if self._broken else self.active():
                     call(handle)
                     done = True
             except DriverError as error:
@@ -159,7 +161,7 @@ class Context(DriverOwner):
         else:
             self.mark_broken(str(first))
             self.ledger.lose((entry,))
-        if first is not None:
+        if first is not None and not was_broken:
             raise first
 
     def _drop(self, call: Callable[..., None], handle: Any) -> None:

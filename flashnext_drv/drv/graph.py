@@ -2,7 +2,8 @@
 
 Used by `engine/graphs.py` and tests.  What must stay true: a capture is ended whatever happens inside it; a
 graph and its executable keep open every module and arena that a captured launch or copy points into; nothing
-is allocated or waited for while capturing (drv/faults.py refuses it).
+is allocated or waited for while capturing (drv/faults.py refuses it); a capture that cannot be ended breaks
+the context, because work given to its stream would be recorded instead of run.
 
     with capture(stream) as cap:        launches and copies on `stream`, or on streams that joined it by
     events
@@ -12,13 +13,12 @@ is allocated or waited for while capturing (drv/faults.py refuses it).
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
 from ..errors import DriverError, UsageError
 from ..ledger import Entry
-from ..lifetime import Owner
+from ..lifetime import Owner, Undo
 from . import api, faults
 from .context import Context, DriverOwner, here
 from .stream import Stream
@@ -50,7 +50,7 @@ class Capture:
         self._stream = stream
         self._ctx = stream.ctx
         self._holds: list[Owner] = []
-        self._undo = ExitStack()
+        self._undo = Undo()
         self._handle: api.Handle = None
         self._entry: Entry | None = None
         self._done = False
@@ -80,7 +80,7 @@ class Capture:
         """Drop what was recorded; nothing happens when it was handed over."""
         if self._entry is not None:
             entry, self._entry = self._entry, None
-            self._ctx.free(api.cuGraphDestroy, self._handle, entry)
+            self._ctx.free(api.cuGraphDestroy, self._handle, entry, outlives=True)
 
     def __enter__(self) -> Capture:
         if here.capture is not None:
@@ -89,7 +89,7 @@ class Capture:
             raise UsageError("a capture is used once", do="make another with capture(stream)")
         self._done = True
         self._stream.require_open()
-        with ExitStack() as undo:
+        with Undo() as undo:
             undo.enter_context(self._ctx.active())
             api.cuStreamBeginCapture(self._stream.handle)
             self._undo = undo.pop_all()
@@ -123,6 +123,8 @@ class Capture:
                 first = first or failure
         else:
             handle = None
+            if self._still_capturing():
+                self._ctx.mark_broken(f"the capture on stream {self._stream.name} cannot be ended: {first}")
         if handle is not None and int(handle):
             self._handle = handle
             self._entry = self._ctx.ledger.add(f"{self._stream.name}.capture", "graph")
@@ -130,6 +132,12 @@ class Capture:
             self.discard()
         if first is not None:
             raise first
+
+    def _still_capturing(self) -> bool:
+        try:
+            return api.cuStreamIsCapturing(self._stream.handle)
+        except DriverError:
+            return True
 
 
 class Graph(DriverOwner):
@@ -176,7 +184,7 @@ class Graph(DriverOwner):
         return Node(i_node, kind, self.ctx.function_names.get(function, "?"), grid, block)
 
     def _release(self) -> None:
-        self.ctx.free(api.cuGraphDestroy, self.handle, self._entry)
+        self.ctx.free(api.cuGraphDestroy, self.handle, self._entry, outlives=True)
 
 
 class GraphExec(DriverOwner):
@@ -186,7 +194,7 @@ class GraphExec(DriverOwner):
     def __init__(self, graph: Graph, name: str) -> None:
         super().__init__(name, holds=graph.holds)
         self.ctx = graph.ctx
-        with ExitStack() as undo:
+        with Undo() as undo:
             with self.ctx.active():
                 free_before = api.cuMemGetInfo()[0]
                 self.handle = api.cuGraphInstantiate(graph.handle)

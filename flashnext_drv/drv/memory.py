@@ -11,13 +11,13 @@ a span.
 from __future__ import annotations
 
 import ctypes
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from ..errors import CapacityError, ContractError, OutOfMemory, UsageError, bytes_text
+from ..lifetime import Undo
 from . import api, faults
 from .context import Context, DriverOwner, here
 
@@ -67,7 +67,7 @@ class Arena(DriverOwner):
         self.spans: list[Span] = []
         self._guard_bytes = guard_bytes
         self._used_bytes = 0
-        self._undo = ExitStack()
+        self._undo = Undo()
 
     @property
     def used_bytes(self) -> int:
@@ -106,7 +106,7 @@ class DeviceArena(Arena):
 
     def __init__(self, ctx: Context, name: str, size_bytes: int, *, guard: bool = False) -> None:
         super().__init__(ctx, name, size_bytes, GUARD_BYTES if guard else 0)
-        with ExitStack() as undo:
+        with Undo() as undo:
             with ctx.active():
                 free_before = api.cuMemGetInfo()[0]
                 try:
@@ -150,7 +150,7 @@ class PinnedArena(Arena):
 
     def __init__(self, ctx: Context, name: str, size_bytes: int) -> None:
         super().__init__(ctx, name, size_bytes)
-        with ExitStack() as undo:
+        with Undo() as undo:
             with ctx.active():
                 try:
                     self.host_address = api.cuMemHostAlloc(size_bytes, _PORTABLE_MAPPED)

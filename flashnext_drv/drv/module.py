@@ -9,14 +9,13 @@ look).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from ..errors import UsageError
-from ..lifetime import Owner
+from ..lifetime import Owner, Undo
 from . import api
 from .context import Context, DriverOwner, here
 from .stream import Stream
@@ -49,7 +48,7 @@ class Module(DriverOwner):
         self.ctx = ctx
         self.digest = digest
         self._functions: dict[str, Function] = {}
-        with ExitStack() as undo:
+        with Undo() as undo:
             with ctx.active():
                 self._free_before_bytes = api.cuMemGetInfo()[0]
                 self.handle = api.cuModuleLoadData(image)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Final
 
 from ..errors import DriverError
+from ..lifetime import Undo
 from . import api
 from .context import Context, DriverOwner
 
@@ -29,7 +29,7 @@ class Stream(DriverOwner):
     def __init__(self, ctx: Context, name: str) -> None:
         super().__init__(name, holds=(ctx,))
         self.ctx = ctx
-        with ExitStack() as undo:
+        with Undo() as undo:
             with ctx.active():
                 self.handle = api.cuStreamCreate(_NON_BLOCKING)
                 undo.callback(ctx.free, api.cuStreamDestroy, self.handle, ctx.ledger.add(name, "stream"))
@@ -69,7 +69,7 @@ class Event(DriverOwner):
         super().__init__(name, holds=(ctx,))
         self.ctx = ctx
         self.timing = timing
-        with ExitStack() as undo:
+        with Undo() as undo:
             with ctx.active():
                 self.handle = api.cuEventCreate(0 if timing else _NO_TIMING)
                 undo.callback(ctx.free, api.cuEventDestroy, self.handle, ctx.ledger.add(name, "event"))

@@ -49,7 +49,7 @@ class Generation:
     finish: "length"
     or "stop".  times: seconds of prompt and decode, host clock around the whole phase.  counters: rows,
     rounds, graph
-    replays and eager rounds of this request.
+    replays and eager rounds of this request, and graphs switched off in it because a driver call failed.
     """
 
     tokens: list[int]
@@ -170,7 +170,7 @@ class Engine(Owner):
         """
         started = time.perf_counter()
         counters = self.rank.graphs.counters
-        before = (counters.replays, counters.eager_rounds)
+        before = (counters.replays, counters.eager_rounds, counters.failures)
         tokens: list[int] = []
         first = started
         stops = self._stops(stop_ids)
@@ -193,6 +193,7 @@ class Engine(Owner):
                 "new_tokens": len(tokens),
                 "graph_replays": counters.replays - before[0],
                 "eager_rounds": counters.eager_rounds - before[1],
+                "graph_failures": counters.failures - before[2],
             },
         )
 

@@ -1,4 +1,4 @@
-"""Everything one GPU owns, built in order on one ExitStack and closed leaves first.
+"""Everything one GPU owns, built in order on one undo stack and closed leaves first.
 
     Rank
      +- Context, stream                  own context by default; never reset
@@ -17,7 +17,6 @@ there; compute happens on one stream.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from ..drv.module import Launch
 from ..drv.stream import Event, Stream
 from ..kernels.bind import Kernels
 from ..ledger import Ledger
-from ..lifetime import Owner
+from ..lifetime import Owner, Undo
 from ..model.layout import Layout, Limits, Plan, arena_bytes
 from ..model.pack import PackBase
 from ..model.steps import Step, body_steps, draw_steps, head_steps
@@ -90,13 +89,13 @@ class Rank(Owner):
         self._ngram_bits = {
             i_layer: pack.ngram(i_ple).bits for i_ple, i_layer in enumerate(pack.config.ple_layers)
         }
-        with ExitStack() as undo:
+        with Undo() as undo:
             self.ctx = undo.enter_context(Context(ordinal, ledger=ledger, primary=limits.primary_context))
             with self.ctx.active():
                 self._open(pack, undo, progress)
             self._undo = undo.pop_all()
 
-    def _open(self, pack: PackBase, undo: ExitStack, progress: Progress | None) -> None:
+    def _open(self, pack: PackBase, undo: Undo, progress: Progress | None) -> None:
         ctx, layout = self.ctx, self.layout
         guard = ctx.facts.is_simulator
         self.stream = undo.enter_context(Stream(ctx, "compute"))
@@ -167,15 +166,18 @@ class Rank(Owner):
     def forward(self, bucket: int, head: bool) -> None:
         """Publish the tables and run one round on the compute stream; returns before it is done.
 
+        Replays the round's graph where graphs are wanted and can be made, else runs its launches; same bytes.
+
         observer, when set, is called after every launch of an eager round, with the launch done.
         """
         path = TOKEN if head else BODY
         with self.ctx.active():
             launches = self.launches(path, bucket)
             self.tables.publish(self.stream)
+            replayed = False
             if self.use_graphs and self.observer is None:
-                self.graphs.replay((path, bucket), launches, self.stream)
-            else:
+                replayed = self.graphs.replay((path, bucket), launches, self.stream)
+            if not replayed:
                 self._eager(launches)
             if head:
                 size = 4 * bucket

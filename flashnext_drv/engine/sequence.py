@@ -34,12 +34,17 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
             value = getattr(self, name)
-            if not math.isfinite(value) or not low <= value <= high:
+            if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
+                raise UsageError(f"{name} is no number", value=value, range=f"{low}..{high}")
+            if not abs(value) < 1e30 or not math.isfinite(value) or not low <= value <= high:
                 raise UsageError(f"{name} is outside its range", value=value, range=f"{low}..{high}")
         if self.top_p == 0.0:
             raise UsageError(
                 "top_p must be above 0", value=self.top_p, do="use top_k=1 for the likeliest token"
             )
+        for name, value in (("top_k", self.top_k), ("seed", self.seed)):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise UsageError(f"{name} is no integer", value=value)
         if not 0 <= self.top_k < 1 << 32:
             raise UsageError("top_k is outside its range", value=self.top_k, range="0..2^32-1")
         if not 0 <= self.seed < 1 << 64:
@@ -96,7 +101,10 @@ class Sequence:
 
 def checked_ids(ids: object, vocab: int) -> list[int]:
     """`ids` as a list of ints in 0..vocab-1.  Raises UsageError naming the first id that is not."""
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except (ValueError, OverflowError, TypeError) as error:  # lists of unequal lengths
+        raise UsageError("token ids are integers in one flat list", because=str(error)) from error
     if array.ndim != 1 or array.size == 0:
         raise UsageError(
             "a prompt is a non-empty list of token ids",

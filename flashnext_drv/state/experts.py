@@ -11,15 +11,13 @@ dense weights.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import numpy as np
 
 from ..drv.context import Context
 from ..drv.memory import DeviceArena
 from ..drv.stream import Stream
 from ..kernels import tables as t
-from ..lifetime import Owner
+from ..lifetime import Owner, Undo
 from ..model.layout import Layout, aligned, arena_bytes
 from ..model.pack import PackBase
 from ..model.weight import LinearInfo
@@ -38,7 +36,7 @@ class ExpertStore(Owner):
     def __init__(self, ctx: Context, layout: Layout, pack: PackBase) -> None:
         super().__init__("experts", holds=(ctx,))
         self._layout, self._pack = layout, pack
-        with ExitStack() as undo:
+        with Undo() as undo:
             sizes = _layer_bytes(layout, pack)
             self._arena = DeviceArena(ctx, "experts", arena_bytes(sizes))
             undo.callback(self._arena.close)

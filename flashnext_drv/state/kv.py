@@ -8,13 +8,11 @@ change; kernels see a page only after `tables.publish`.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 from ..drv.context import Context
 from ..drv.memory import DeviceArena
 from ..errors import CapacityError, UsageError
 from ..kernels.tables import PAGE_TOKENS
-from ..lifetime import Owner
+from ..lifetime import Owner, Undo
 from ..model.layout import Layout, arena_bytes
 from .tables import DeviceTables
 
@@ -31,7 +29,7 @@ class PagePool(Owner):
         self._tables = tables
         self._n_pages = layout.n_pages
         geometry = layout.pages
-        with ExitStack() as undo:
+        with Undo() as undo:
             self._kv = DeviceArena(
                 ctx, "kv", arena_bytes((layout.n_pages * geometry.kv_bytes,), guard), guard=guard
             )

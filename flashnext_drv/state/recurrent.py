@@ -7,13 +7,11 @@ sequence; it is zeroed on the compute stream before that sequence's first row.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 from ..drv.context import Context
 from ..drv.memory import DeviceArena, Span, fill_bytes
 from ..drv.stream import Stream
 from ..errors import CapacityError, UsageError
-from ..lifetime import Owner
+from ..lifetime import Owner, Undo
 from ..model.layout import Layout, arena_bytes
 from .tables import DeviceTables
 
@@ -27,7 +25,7 @@ class SlotPool(Owner):
         super().__init__("slots", holds=(ctx, tables))
         n_slots = layout.limits.sequences
         size = layout.recurrent.size_bytes
-        with ExitStack() as undo:
+        with Undo() as undo:
             self._arena = DeviceArena(ctx, "recurrent", arena_bytes([size] * n_slots, guard), guard=guard)
             undo.callback(self._arena.close)
             self._spans = [self._arena.span(f"slot{i}", size) for i in range(n_slots)]

@@ -14,15 +14,13 @@ their arguments; a round sees exactly the bytes of the last publish before it on
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import numpy as np
 
 from ..drv.context import Context
 from ..drv.memory import DeviceArena, PinnedArena, Span, copy_async, copy_to_device
 from ..drv.stream import Event, Stream
 from ..kernels import tables as t
-from ..lifetime import Owner
+from ..lifetime import Owner, Undo
 from ..model.layout import Layout
 
 __all__ = ["DeviceTables"]
@@ -41,7 +39,7 @@ class DeviceTables(Owner):
         cap, n_slots, n_pages = layout.rows_cap, layout.limits.sequences, layout.pages_per_sequence
         head = t.ROUND.itemsize + cap * (t.ROW.itemsize + t.RUN.itemsize) + n_slots * t.SLOT.itemsize
         page_bytes = n_slots * n_pages * t.PAGE.itemsize
-        with ExitStack() as undo:
+        with Undo() as undo:
             self._arena = DeviceArena(ctx, "tables", layout.table_bytes())
             undo.callback(self._arena.close)
             self._head = self._arena.span("head", head)

@@ -10,7 +10,6 @@ the host: the kernel `synth_fill` writes the same bytes straight into the destin
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from ..drv.context import Context
 from ..drv.memory import PinnedArena, copy_async
 from ..drv.stream import Event, Stream
 from ..kernels.bind import Kernels
-from ..lifetime import Owner
+from ..lifetime import Owner, Undo
 from ..model.fill import FillRule
 from ..model.pack import PackBase
 
@@ -43,7 +42,7 @@ class Uploader(Owner):
     ) -> None:
         super().__init__("upload", holds=(ctx, stream, kernels))
         self._stream, self._kernels, self._pack, self._progress = stream, kernels, pack, progress
-        with ExitStack() as undo:
+        with Undo() as undo:
             self._arena = PinnedArena(ctx, "upload.staging", 2 * HALF_BYTES + 512)
             undo.callback(self._arena.close)
             spans = [self._arena.span(f"half{i}", HALF_BYTES) for i in range(2)]

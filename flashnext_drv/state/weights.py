@@ -10,7 +10,6 @@ arena and of the scratch arena only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +21,7 @@ from ..drv.memory import DeviceArena, PinnedArena, Span
 from ..drv.stream import Stream
 from ..kernels import tables as t
 from ..kernels.exl3 import fragment_order_weights
-from ..lifetime import Owner
+from ..lifetime import Owner, Undo
 from ..model.layout import Layout, aligned, arena_bytes
 from ..model.linears import Member
 from ..model.pack import PackBase
@@ -58,7 +57,7 @@ class WeightStore(Owner):
         self._items = list(_items(layout, pack))
         self._tables = list(_ngram_tables(layout, pack))
         self.spans: dict[str, Span] = {}
-        with ExitStack() as undo:
+        with Undo() as undo:
             self._arena = DeviceArena(ctx, "weights", arena_bytes([i.size_bytes for i in self._items]))
             undo.callback(self._arena.close)
             for item in self._items:

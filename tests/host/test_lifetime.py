@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashnext_drv.errors import UsageError
-from flashnext_drv.lifetime import Owner, State
+from flashnext_drv.lifetime import Owner, State, Undo
 
 
 class Thing(Owner):
@@ -80,3 +80,24 @@ def test_entering_a_closed_owner_is_refused() -> None:
     thing.close()
     with pytest.raises(UsageError), thing:
         pass
+
+
+def test_undoing_that_fails_leaves_the_error_that_led_to_it() -> None:
+    done: list[str] = []
+
+    def refuse() -> None:
+        raise ValueError("free refused")
+
+    with pytest.raises(KeyError) as found, Undo() as undo:
+        undo.callback(done.append, "first made")
+        undo.callback(refuse)
+        raise KeyError("the cause")
+    assert done == ["first made"] and "free refused" in "".join(found.value.__notes__)
+    with pytest.raises(ValueError, match="free refused"), Undo() as undo:
+        undo.callback(refuse)
+    with Undo() as undo:
+        undo.callback(done.append, "late")
+        kept = undo.pop_all()
+    assert done == ["first made"]
+    kept.close()
+    assert done == ["first made", "late"]

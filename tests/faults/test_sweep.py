@@ -1,0 +1,46 @@
+"""Every driver call of an engine's life fails, once and from there on, with each plausible code: typed error
+or eager rounds with the same tokens, an empty ledger, nothing left in the driver, and a good life after it.
+
+`pytest tests/faults --slow -s` runs the whole sweep and prints its table; without --slow a seeded sample that
+holds each call name with each of its codes once.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from . import sweep
+
+pytestmark = pytest.mark.sim
+
+
+@pytest.fixture
+def bench(device_name: str, monkeypatch: pytest.MonkeyPatch) -> sweep.Bench:
+    if device_name != "sim":
+        pytest.skip("the sweep needs the simulator's counters")
+    return sweep.Bench(monkeypatch)
+
+
+def test_sample_over_every_call_name_and_code(bench: sweep.Bench, case_seed: int) -> None:
+    some = sweep.sample(bench.faults(), case_seed)
+    assert {f.name for f in some} == set(bench.names) and len(some) > 80
+    outcomes = sweep.run(bench, some, case_seed)
+    print(sweep.table(outcomes))
+    assert sum(outcomes.values()) == len(some)
+
+
+def test_calls_are_the_same_in_every_life(bench: sweep.Bench) -> None:
+    with sweep.faults.count_calls() as count:
+        assert bench.live(compute=True).tokens == bench.tokens
+    assert count.names == bench.names, "skipping kernels may not change the calls"
+    assert len(count.names) > 1000 and len(bench.capturing) > 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "from_there_on"])
+@pytest.mark.parametrize("code", sweep.CODES)
+def test_whole_sweep(bench: sweep.Bench, case_seed: int, code: int, forever: bool) -> None:
+    some = [f for f in bench.faults() if f.code == code and f.forever == forever]
+    outcomes = sweep.run(bench, some, case_seed)
+    print(f"\n{len(some)} of {len(bench.names)} calls\n{sweep.table(outcomes)}", flush=True)
+    assert sum(outcomes.values()) == len(some) > 0
