@@ -22,7 +22,7 @@
 
 namespace fnsim {
 
-thread_local Running T;
+__thread Running T;
 
 namespace {
 

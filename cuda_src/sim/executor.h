@@ -52,7 +52,8 @@ struct Running {
     bool inside, failed;
     unsigned long long random;
 };
-extern thread_local Running T FN_SIM_HIDDEN __attribute__((tls_model("initial-exec")));
+// __thread, not thread_local: that would call a wrapper at every access
+extern __thread Running T FN_SIM_HIDDEN __attribute__((tls_model("initial-exec")));
 
 enum Op : unsigned {
     OP_SYNC = 1,
