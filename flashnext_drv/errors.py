@@ -21,11 +21,14 @@ do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 __all__ = ["BuildError", "CapacityError", "CheckpointError", "ContextLost", "ContractError", "Deadlock",
            "DriverError", "DriverMissing", "FlashNextError", "LeakError", "OutOfBounds", "OutOfMemory",
            "PoisonRead", "RaceFound", "SimError", "UsageError", "bytes_text"]
+
+
+_MOST_SHOWN: Final = 400    # characters of one fact in a message; the field itself stays whole
 
 
 class FlashNextError(Exception):
@@ -47,7 +50,7 @@ class FlashNextError(Exception):
         """The one-line text, made from the fields."""
         text = self.what
         if self.facts:
-            text += " (" + ", ".join(f"{name}={value}" for name, value in self.facts.items()) + ")"
+            text += " (" + ", ".join(f"{name}={_shown(value)}" for name, value in self.facts.items()) + ")"
         if self.because:
             text += f": {self.because}"
         if self.do:
@@ -77,7 +80,7 @@ class DriverError(FlashNextError):
         super().__init__(call, because=because, do=do, **arguments)
 
     def message(self) -> str:
-        given = ", ".join(f"{name}={value}" for name, value in self.facts.items())
+        given = ", ".join(f"{name}={_shown(value)}" for name, value in self.facts.items())
         text = f"{self.call}({given}) returned {self.code_name}"
         if self.because:
             text += f": {self.because}"
@@ -160,3 +163,14 @@ def bytes_text(size_bytes: int) -> str:
             break
         size /= 1024
     return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _shown(value: object) -> str:
+    """A fact in one line of bounded length: text that cannot be printed as it is gets escaped."""
+    try:
+        text = str(value)
+    except ValueError:      # Python writes no integer of more than 4300 digits
+        return f"<{type(value).__name__} of {value.bit_length()} bits>" if isinstance(value, int) else "<?>"
+    if not text.isprintable():
+        text = ascii(text)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN - 3]}..."

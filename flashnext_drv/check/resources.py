@@ -265,7 +265,7 @@ def load(path: Path) -> Record | None:
                       {str(name): _entry(one) for name, one in raw["kernels"].items()})
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BuildError("the launch record cannot be used", file=str(path),
                          because=f"{type(error).__name__}: {error}",
                          do="run flashnext-drv records --update") from error

@@ -15,7 +15,9 @@ from ..errors import UsageError
 
 __all__ = ["add_ids", "parse_ids", "parse_rows", "read_ids"]
 
-_INTEGERS = re.compile(r"[\s,]*([+-]?\d+(?:[\s,]+[+-]?\d+)*)?[\s,]*")
+# Split first: one pattern over the whole text could try every way to share out a long run of commas.
+_BETWEEN = re.compile(r"[\s,]+")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
 
 
 def add_ids(parser: argparse.ArgumentParser, *, inline: bool) -> None:
@@ -49,14 +51,15 @@ def parse_ids(text: str, where: str) -> list[int]:
     if text.lstrip().startswith("["):
         try:
             ids = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{where} is no JSON list", because=str(error)) from error
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             raise UsageError(f"{where} is no flat JSON list of integers")
-    elif _INTEGERS.fullmatch(text):
-        ids = [int(i) for i in re.findall(r"[+-]?\d+", text)]
     else:
-        raise UsageError(f"{where} holds something else than integers", do="write 1,2,3 or a JSON list")
+        words = [word for word in _BETWEEN.split(text) if word]
+        if not all(_INTEGER.fullmatch(word) for word in words):
+            raise UsageError(f"{where} holds something else than integers", do="write 1,2,3 or a JSON list")
+        ids = [int(word) for word in words]
     if not ids:
         raise UsageError(f"{where} holds no token id", do="give at least one")
     return ids
@@ -68,7 +71,7 @@ def parse_rows(text: str | None, n_tokens: int) -> list[tuple[int, int]]:
         return [(0, n_tokens)]
     ranges = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?::(\d+))?\s*", part)
+        match = re.fullmatch(r"\s*([0-9]{1,18})(?::([0-9]{1,18}))?\s*", part)
         if match is None:
             raise UsageError(
                 "--rows is not understood", part=repr(part), do="write a:b, or a:b,c:d, or single rows"

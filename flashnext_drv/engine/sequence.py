@@ -7,7 +7,6 @@ the state, later ones are pending; pages and slot are given back exactly once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
@@ -36,13 +35,14 @@ class Sampling:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
                 raise UsageError(f"{name} is no number", value=value, range=f"{low}..{high}")
-            if not abs(value) < 1e30 or not math.isfinite(value) or not low <= value <= high:
+            if not low <= value <= high:  # neither NaN nor an infinity is
                 raise UsageError(f"{name} is outside its range", value=value, range=f"{low}..{high}")
         if self.top_p == 0.0:
             raise UsageError(
                 "top_p must be above 0", value=self.top_p, do="use top_k=1 for the likeliest token"
             )
-        for name, value in (("top_k", self.top_k), ("seed", self.seed)):
+        for name in ("top_k", "seed"):
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
                 raise UsageError(f"{name} is no integer", value=value)
         if not 0 <= self.top_k < 1 << 32:

@@ -26,6 +26,7 @@ Value = Span | int | float | np.integer[Any] | np.floating[Any]
 _RANGES: Final[Mapping[str, tuple[int, int]]] = {
     PTR: (0, 2**64 - 1), U64: (0, 2**64 - 1), U32: (0, 2**32 - 1), I32: (-2**31, 2**31 - 1)}
 _SCALARS: Final[Mapping[str, Any]] = {PTR: np.uint64, U64: np.uint64, U32: np.uint32, I32: np.int32}
+_F32_LIMIT: Final = 2.0**128 * (1 - 2.0**-25)    # from here on rounding gives an infinity
 _GRID_LIMIT: Final = (2**31 - 1, 65535, 65535)
 
 
@@ -156,6 +157,8 @@ def _value(spec: KernelSpec, arg: Arg, value: Value) -> np.generic:
     if arg.kind == F32:
         if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
             raise ContractError(f"argument {arg.name} of kernel {spec.name} is no number", given=value)
+        if _F32_LIMIT <= abs(value) < float("inf"):
+            raise ContractError(f"argument {arg.name} of kernel {spec.name} is outside f32", given=value)
         scalar = np.float32(value)
         return scalar
     if isinstance(value, Span):
@@ -175,6 +178,8 @@ def _value(spec: KernelSpec, arg: Arg, value: Value) -> np.generic:
 
 def _grid(spec: KernelSpec, grid: int | tuple[int, ...]) -> tuple[int, int, int]:
     given = (grid,) if isinstance(grid, int) else tuple(grid)
+    if any(isinstance(n, bool) or not isinstance(n, int | np.integer) for n in given):
+        raise ContractError(f"grid of kernel {spec.name} is not of integers", grid=grid)
     x, y, z = (*given, 1, 1, 1)[:3]
     if len(given) > 3 or any(not 1 <= n <= most for n, most in zip((x, y, z), _GRID_LIMIT, strict=True)):
         raise ContractError(f"grid of kernel {spec.name} is not possible", grid=grid, limit=_GRID_LIMIT)

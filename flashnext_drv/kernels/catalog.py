@@ -230,7 +230,7 @@ def read_manifest(path: Path) -> Manifest:
     except FileNotFoundError as error:
         raise BuildError("no kernel images were built", because=f"{path} does not exist",
                          do="run python build_kernels.py (needs the extra [build])") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BuildError(f"{path} cannot be used", because=f"{type(error).__name__}: {error}",
                          do="run python build_kernels.py --force") from error
 

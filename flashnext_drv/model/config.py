@@ -29,6 +29,10 @@ QSA: Final = "qsa"
 _KINDS: Final = {"linear_attention": GDN, "full_attention": QSA, "indexed_attention": QSA}
 _M64: Final = (1 << 64) - 1
 _GAMMA: Final = 0x9E3779B97F4A7C15
+_MAX_LAYERS: Final = 4096  # beyond any model; bounds the work done before tensors are looked at
+_MAX_NGRAM: Final = 256
+# Miller and Rabin with these bases decide every number below 3.3e24.
+_WITNESSES: Final = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 _NOT_OURS: Final = "use a Flash-Next checkpoint with the published head sizes"
 
 
@@ -150,6 +154,8 @@ class ModelConfig:
         """
         path = Path(folder) / "config.json"
         try:
+            if path.exists() and not path.is_file():  # a pipe would wait for a writer
+                raise OSError(0, "it is not a regular file")
             raw = json.loads(path.read_bytes())
         except FileNotFoundError as error:
             raise CheckpointError(
@@ -203,13 +209,24 @@ def ngram_constants(config: ModelConfig, i_ple: int) -> NgramConstants:
 
 
 def _is_prime(value: int) -> bool:
-    if value < 2 or (value % 2 == 0 and value != 2):
+    if value < 2:
         return False
-    divisor = 3
-    while divisor * divisor <= value:
-        if value % divisor == 0:
+    for prime in _WITNESSES:
+        if value % prime == 0:
+            return value == prime
+    odd, twos = value - 1, 0
+    while odd % 2 == 0:
+        odd, twos = odd // 2, twos + 1
+    for base in _WITNESSES:
+        power = pow(base, odd, value)
+        if power in (1, value - 1):
+            continue
+        for _ in range(twos - 1):
+            power = power * power % value
+            if power == value - 1:
+                break
+        else:
             return False
-        divisor += 2
     return True
 
 
@@ -246,7 +263,7 @@ class _Fields:
         self.rope: Mapping[str, Any] = rope
 
     def read(self) -> ModelConfig:
-        n_layers = self.count("num_hidden_layers")
+        n_layers = self.count("num_hidden_layers", most=_MAX_LAYERS)
         head_dim = self.count("head_dim")
         if self.count("linear_key_head_dim") != self.count("linear_value_head_dim"):
             raise self._bad(
@@ -280,8 +297,8 @@ class _Fields:
             ple_layers=self._ple_layers(),
             ple_dim=self.count("ple_embed_dim"),
             ple_taps=self.count("ple_conv_kernel_size"),
-            ngram_size=self.count("ngram_size"),
-            heads_per_ngram=self.count("heads_per_ngram"),
+            ngram_size=self.count("ngram_size", most=_MAX_NGRAM),
+            heads_per_ngram=self.count("heads_per_ngram", most=_MAX_NGRAM),
             ngram_base=self.count("ngram_vocab_size_base"),
             ngram_align=self.count("make_ngram_vocab_size_divisible_by", 128),
             ngram_parts=self.count("split_ngram_parts", 128),
@@ -294,7 +311,9 @@ class _Fields:
             layer_kinds=self._kinds(n_layers),
         )
 
-    def count(self, name: str, default: int | None = None, least: int = 1) -> int:
+    def count(
+        self, name: str, default: int | None = None, least: int = 1, most: int = (1 << 40) - 1
+    ) -> int:
         value = self.text.get(name, default)
         if value is None:
             raise CheckpointError(
@@ -303,8 +322,8 @@ class _Fields:
                 field=name,
                 do="fetch the checkpoint's own config.json",
             )
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 40:
-            raise self._bad(name, value, f"an integer >= {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self._bad(name, value, f"an integer {least}..{most}")
         return value
 
     def number(self, name: str, default: float, where: Mapping[str, Any]) -> float:
@@ -360,7 +379,7 @@ class _Fields:
         if not isinstance(types, list) or len(types) != n_layers:
             raise self._bad("layer_types", types, f"a list of {n_layers} layer types")
         for kind in types:
-            if kind not in _KINDS:
+            if not isinstance(kind, str) or kind not in _KINDS:
                 raise self._bad("layer_types", kind, f"one of {sorted(_KINDS)}")
         return tuple(_KINDS[kind] for kind in types)
 

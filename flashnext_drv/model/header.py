@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -40,6 +41,8 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
     "F64": 8,
 }
 _HEADER_LIMIT_BYTES: Final = 1 << 30
+_MAX_AXES: Final = 32  # numpy takes no more before version 2
+_MAX_SIZE: Final = (1 << 63) - 1
 _AGAIN: Final = "fetch the file again"
 
 
@@ -67,6 +70,13 @@ class FileHeader(NamedTuple):
 def read_header(file: Path) -> FileHeader:
     """Parse and check the header of `file`.  Raises CheckpointError with file, tensor and values."""
     try:
+        if not stat.S_ISREG(os.stat(file).st_mode):  # a pipe would wait for a writer
+            raise CheckpointError(
+                "file cannot be read",
+                file=str(file),
+                because="it is not a regular file",
+                do="remove what does not belong to the pack",
+            )
         with open(file, "rb", buffering=0) as stream:
             size = os.fstat(stream.fileno()).st_size
             first = stream.read(8)
@@ -121,8 +131,11 @@ def _parse(file: Path, raw: bytes) -> dict[str, object]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         out = dict(pairs)
         if len(out) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for i, name in enumerate(names) if name in names[:i])
+            seen: set[str] = set()
+            for twice, _ in pairs:
+                if twice in seen:
+                    break
+                seen.add(twice)
             raise CheckpointError(
                 "tensor is stored twice",
                 tensor=twice,
@@ -156,8 +169,10 @@ def _tensor(file: Path, name: str, entry: object, base: int, size: int) -> Tenso
     dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise _lie(file, name, "dtype", dtype, f"known are {', '.join(DTYPE_BYTES)}")
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in shape):
         raise _lie(file, name, "shape", shape, "expected a list of sizes")
+    if len(shape) > _MAX_AXES:
+        raise _lie(file, name, "shape", shape, f"it has {len(shape)} axes, {_MAX_AXES} are the most")
     if not isinstance(span, list) or len(span) != 2 or type(span[0]) is not int or type(span[1]) is not int:
         raise _lie(file, name, "data_offsets", span, "expected first and last byte")
     item = DTYPE_BYTES[dtype]

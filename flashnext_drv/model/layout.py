@@ -10,6 +10,7 @@ share, see KV and recurrent offsets below.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ __all__ = [
 
 BUCKETS = (1, 2, 4, 8, 16)
 ALIGN = 256
+_PAGE_ORDER = re.compile(r"forward|reversed|shuffled:[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,7 @@ class Limits:
                 rows=self.rows,
                 do="raise rows or lower prompt_rows",
             )
-        order, _, seed = self.page_order.partition(":")
-        if not (self.page_order in ("forward", "reversed") or order == "shuffled" and seed.isdecimal()):
+        if not isinstance(self.page_order, str) or not _PAGE_ORDER.fullmatch(self.page_order):
             raise UsageError(
                 "page_order is not known",
                 value=self.page_order,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ RACY_NS: Final = 2_000_000_000
 _FORMAT: Final = 1
 _CHUNK_BYTES: Final = 1 << 22
 _CACHE_LIMIT: Final = 4096
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 Progress = Callable[[str, int, int], None]
 
@@ -57,7 +59,8 @@ class Manifest:
     def digest(self) -> str:
         """SHA-256, hex, over the lines "sha256 size name" in name order."""
         lines = "".join(f"{f.sha256} {f.size} {f.name}\n" for f in self.files)
-        return hashlib.sha256(lines.encode()).hexdigest()
+        # names of files may hold bytes that are no UTF-8: lone surrogates in Python
+        return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()
 
     @property
     def size(self) -> int:
@@ -111,7 +114,7 @@ class Manifest:
             raise CheckpointError(
                 "manifest cannot be read", file=str(file), because=str(error.strerror), do="check the path"
             ) from error
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise CheckpointError(
                 "manifest is malformed",
                 file=str(file),
@@ -270,7 +273,7 @@ class _DigestCache:
                 str(key): entry
                 for key, entry in raw["entries"].items()
                 if isinstance(entry["sha256"], str)
-                and len(entry["sha256"]) == 64
+                and _SHA256.fullmatch(entry["sha256"])
                 and type(entry["recorded_ns"]) is int
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -23,8 +24,8 @@ from .header import Tensor
 __all__ = ["BF16_ROWS", "NgramInfo", "Source", "ngram_info"]
 
 BF16_ROWS: Final = "bf16"
-_TABLE: Final = re.compile(r"(?:^|\.)ngram_embedding\.(?:shard_(\d+)\.)?(trellis|weight)$")
-_LAYER: Final = re.compile(r"\.layers\.(\d+)\.ple\.")
+_TABLE: Final = re.compile(r"(?:^|\.)ngram_embedding\.(?:shard_([0-9]{1,9})\.)?(trellis|weight)$")
+_LAYER: Final = re.compile(r"\.layers\.([0-9]{1,9})\.ple\.")
 # What the constants are called beside an EXL3 table, and beside a plain one.
 _CONSTANTS: Final[Mapping[str, tuple[str, ...]]] = {
     "head_offsets": ("ngram_embedding.head_offsets", "ngram_heads_offsets"),
@@ -163,13 +164,14 @@ def _shards(pack: Source, names: list[str], i_layer: int) -> list[Tensor]:
             because="no tensor named ngram_embedding.*trellis or .*weight",
             do="fetch ngram_embedding.safetensors; it is not listed in the index",
         )
-    missing = [i for i in range(max(numbered, default=-1) + 1) if i not in numbered]
-    if missing:
+    n_missing = max(numbered, default=-1) + 1 - len(numbered)
+    if n_missing:
+        absent = (i for i in range(max(numbered)) if i not in numbered)
         raise CheckpointError(
             "n-gram shards are missing",
             layer=i_layer,
-            shards=missing[:8],
-            n_missing=len(missing),
+            shards=list(islice(absent, 8)),
+            n_missing=n_missing,
             do="fetch ngram_embedding.safetensors again",
         )
     return out
