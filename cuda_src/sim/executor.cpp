@@ -296,10 +296,6 @@ void install_fault_handlers() {
 // ---- called from kernel text ----
 void block_barrier() {
     if (T.alive != T.n_threads) fail("block barrier after a thread of the block has exited");
-    if (T.warp->arrived) {
-        // lanes of this warp wait in a collective that the caller skipped: only the deadlock report can tell
-        // how many
-    }
     if (++T.at_barrier == T.n_threads) {
         T.at_barrier = 0;
         for (int i = 0; i < T.n_warps; i++) T.warps[i].ready = 0xffffffffu;

@@ -53,6 +53,9 @@ _FLAGS: Final = (
     "-Wno-unused-variable",
     "-Wno-unused-const-variable",
 )
+# a fiber's stack has 64 KiB and no guard behind it: nothing else would notice a kernel that needs more
+_GCC_FRAMES: Final = ("-Werror=frame-larger-than=32768",)
+_CLANG_FRAMES: Final = ("-Wframe-larger-than=32768", "-Werror=frame-larger-than=")
 _V3_FEATURES: Final = {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"}
 _INCLUDE: Final = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _WORDS_BYTES: Final = 600
@@ -62,8 +65,8 @@ _KEPT_OBJECTS_S: Final = 14 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler.  command: how to call it.  version: its first words.  target: flags for this
-    machine's CPU."""
+    """A C++ compiler.  command: how to call it.  version: its first words.  target: flags for it and
+    this machine's CPU."""
 
     command: tuple[str, ...]
     version: str
@@ -74,8 +77,8 @@ class Compiler:
 class Variant:
     """One kernel from other text, linked beside the real ones: what the check plants.
 
-    family: what its image names; no other's.  folder: a whole copy of the sources, with the edits made; needed
-    while it is built, never in the result.  digest: of those edits and texts.
+    family: what its image names; no other's.  folder: a whole copy of the sources, with the edits made;
+    needed while it is built, never in the result.  digest: of those edits and texts.
     """
 
     family: str
@@ -182,12 +185,14 @@ def find_compiler() -> Compiler:
             continue
         version = _version((path, "--version"))
         if version is not None:
-            return Compiler((path,), version, ("-march=x86-64-v3",) if _has_v3() else ())
+            frames = _GCC_FRAMES if name == "g++" else _CLANG_FRAMES
+            return Compiler((path,), version, (*frames, *(("-march=x86-64-v3",) if _has_v3() else ())))
     if find_spec("ziglang") is not None:
         command = (sys.executable, "-m", "ziglang", "c++")
         version = _version((sys.executable, "-m", "ziglang", "version"))
         if version is not None:
-            return Compiler(command, f"zig {version}", ("-mcpu=x86_64_v3",) if _has_v3() else ())
+            cpu = ("-mcpu=x86_64_v3",) if _has_v3() else ()
+            return Compiler(command, f"zig {version}", (*_CLANG_FRAMES, *cpu))
     raise BuildError(
         "the simulator cannot be built",
         because="no C++ compiler was found (g++, clang++, ziglang)",

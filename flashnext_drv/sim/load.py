@@ -27,7 +27,8 @@ def load(
 ) -> Path:
     """Build if needed, load, apply `settings` (names of control.SETTINGS).  Returns the library's path.
 
-    families: only these kernels (None: all).  built: a library that build.build made.  A second call applies its settings and changes nothing else.
+    families: only these kernels (None: all).  built: a library that build.build made.  A second call applies
+    its settings and changes nothing else.
     Raises BuildError when it cannot be built, UsageError when a real libcuda is in this process.
     """
     global _loaded
@@ -38,7 +39,7 @@ def load(
                 because=f"a real driver is in this process: {found}",
                 do="use device cuda, or start the simulator in its own process",
             )
-        path = built or build.build(families, partial=True)
+        path = built or build.build(families)
         _loaded = (path, ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL))
         control.attach(_loaded[1])
     for name, value in (settings or {}).items():

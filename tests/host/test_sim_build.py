@@ -112,6 +112,18 @@ def test_shared_bytes_other_than_declared_do_not_compile(
         build.build(("probe",))
 
 
+def test_kernel_with_locals_beyond_a_fibers_stack_does_not_compile(cache: Path, sources: Path) -> None:
+    (sources / "probe" / "fault.cu").write_text(
+        '#include "../prelude.cuh"\n'
+        "FN_KERNEL((const u32* x, u32* y, u32 mode, u32 index)) {\n"
+        "    volatile u32 local[10000];\n"
+        "    for (u32 i = 0; i < 10000; i++) local[i] = x[i & 127];\n"
+        "    y[threadIdx.x] = local[index];\n}\n"
+    )
+    with pytest.raises(BuildError, match="frame size of 400.. bytes|stack frame size"):
+        build.build(("probe",))
+
+
 def test_broken_kernel_fails_the_build_or_is_left_out(
     cache: Path, sources: Path, commands: list[str]
 ) -> None:
