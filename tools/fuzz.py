@@ -36,7 +36,7 @@ from tools.fuzz_targets import DEVICE_TARGETS, TARGETS, Bench, Target  # noqa: E
 
 __all__ = ["Outcome", "Slow", "main", "run_fuzz"]
 
-ENGINE_EVERY = 400      # one input in so many goes through the engine, where a device is given
+ENGINE_EVERY = 100      # one input in so many goes through the engine, where a device is given
 SAMPLES = 100           # of files and memory, over the last tenth
 
 

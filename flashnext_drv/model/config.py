@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from ..errors import CheckpointError
 from ..kernels.moe import MAX_EXPERTS
 from ..kernels.token import MAX_ROW_DIM, MAX_VOCAB
 from .names import Names
+from .primes import primes_from
 
 __all__ = ["GDN", "QSA", "ModelConfig", "NgramConstants", "ngram_constants"]
 
@@ -31,8 +33,6 @@ _M64: Final = (1 << 64) - 1
 _GAMMA: Final = 0x9E3779B97F4A7C15
 _MAX_LAYERS: Final = 4096  # beyond any model; bounds the work done before tensors are looked at
 _MAX_NGRAM: Final = 256
-# Miller and Rabin with these bases decide every number below 3.3e24.
-_WITNESSES: Final = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 _NOT_OURS: Final = "use a Flash-Next checkpoint with the published head sizes"
 
 
@@ -191,13 +191,7 @@ def ngram_constants(config: ModelConfig, i_ple: int) -> NgramConstants:
     """Multipliers by splitmix64, sizes the next primes from ngram_base on; exact integers."""
     n_heads = config.n_ngram_heads
     skipped = i_ple * n_heads
-    primes: list[int] = []
-    value = config.ngram_base
-    while len(primes) < skipped + n_heads:
-        if _is_prime(value):
-            primes.append(value)
-        value += 1
-    sizes = tuple(primes[skipped:])
+    sizes = tuple(islice(primes_from(config.ngram_base), skipped, skipped + n_heads))
     offsets = tuple(sum(sizes[:i]) for i in range(n_heads))
     half = max(1, ((1 << 63) - 1) // config.vocab // 2)
     base = config.seed + 10007 * i_ple
@@ -206,28 +200,6 @@ def ngram_constants(config: ModelConfig, i_ple: int) -> NgramConstants:
     )
     align = config.ngram_align
     return NgramConstants(multipliers, sizes, offsets, -(-sum(sizes) // align) * align)
-
-
-def _is_prime(value: int) -> bool:
-    if value < 2:
-        return False
-    for prime in _WITNESSES:
-        if value % prime == 0:
-            return value == prime
-    odd, twos = value - 1, 0
-    while odd % 2 == 0:
-        odd, twos = odd // 2, twos + 1
-    for base in _WITNESSES:
-        power = pow(base, odd, value)
-        if power in (1, value - 1):
-            continue
-        for _ in range(twos - 1):
-            power = power * power % value
-            if power == value - 1:
-                break
-        else:
-            return False
-    return True
 
 
 def _splitmix64(z: int) -> int:

@@ -17,12 +17,13 @@ from flashnext_drv.errors import BuildError, CheckpointError, ContractError, Usa
 from flashnext_drv.kernels import bind, catalog
 from flashnext_drv.kernels.cubin import read_cubin
 from flashnext_drv.kernels.spec import F32, Arg
-from flashnext_drv.model.config import ModelConfig, _is_prime
+from flashnext_drv.model.config import ModelConfig
 from flashnext_drv.model.header import read_header
 from flashnext_drv.model.layout import Limits
 from flashnext_drv.model.manifest import FileEntry, Manifest
 from flashnext_drv.model.ngram import ngram_info
 from flashnext_drv.model.pack import Pack
+from flashnext_drv.model.primes import is_prime
 from flashnext_drv.model.synth_models import MODELS
 from tools import fuzz_pack
 
@@ -108,9 +109,9 @@ def test_primes_are_those_of_trial_division() -> None:
         return n > 1 and all(n % d for d in range(2, int(n**0.5) + 1))
 
     # 3215031751 and the last are products of two primes that deceive few bases
-    assert [n for n in range(4000) if _is_prime(n)] == [n for n in range(4000) if slow(n)]
-    assert not _is_prime(3_215_031_751) and not _is_prime(341_550_071_728_321)
-    assert _is_prime(20_000_003) and _is_prime((1 << 61) - 1) and not _is_prime((1 << 61) - 3)
+    assert [n for n in range(4000) if is_prime(n)] == [n for n in range(4000) if slow(n)]
+    assert not is_prime(3_215_031_751) and not is_prime(341_550_071_728_321)
+    assert is_prime(20_000_003) and is_prime((1 << 61) - 1) and not is_prime((1 << 61) - 3)
 
 
 def test_a_layer_type_that_is_no_word() -> None:
