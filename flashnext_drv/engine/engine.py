@@ -25,7 +25,7 @@ from ..drv import api
 from ..drv.context import DeviceFacts
 from ..errors import CapacityError, UsageError, bytes_text
 from ..ledger import Ledger, Row
-from ..lifetime import Owner
+from ..lifetime import Owner, Undo
 from ..model.layout import Limits
 from ..model.pack import Pack, PackBase
 from ..model.synth import SynthPack
@@ -121,13 +121,16 @@ class Engine(Owner):
         self.limits = limits
         self.config = pack.config
         self.ledger = Ledger()
+        self._live: list[Sequence] = []
         started = time.perf_counter()
         pack.check()
-        self.rank = Rank(pack, limits, self.ledger, ordinal=ordinal, progress=progress)
-        self.open_seconds = time.perf_counter() - started
-        if self.rank.kernels.warning:
-            warnings.warn(self.rank.kernels.warning, RuntimeWarning, stacklevel=3)
-        self._live: list[Sequence] = []
+        with Undo() as undo:
+            self.rank = Rank(pack, limits, self.ledger, ordinal=ordinal, progress=progress)
+            undo.callback(self.rank.close)
+            self.open_seconds = time.perf_counter() - started
+            if self.rank.kernels.warning:  # an error where warnings are; at the line that called `open`
+                warnings.warn(self.rank.kernels.warning, RuntimeWarning, stacklevel=4)
+            undo.pop_all()
 
     @classmethod
     def open(

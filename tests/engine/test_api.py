@@ -1,0 +1,115 @@
+"""The public object beyond `generate`: streams that are dropped, errors of callers, warnings, memory."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flashnext_drv.drv import api
+from flashnext_drv.drv.context import Context
+from flashnext_drv.drv.memory import DeviceArena
+from flashnext_drv.engine.engine import Engine, Limits, token_sha256
+from flashnext_drv.errors import CapacityError, OutOfMemory, UsageError
+from flashnext_drv.kernels import bind
+from flashnext_drv.ledger import Ledger
+
+pytestmark = pytest.mark.sim
+MIB = 1 << 20
+
+
+def test_stream_gives_the_ids_of_generate(open_micro: Callable[..., Engine]) -> None:
+    with open_micro() as engine:
+        reply = engine.generate([1, 2, 3], max_new_tokens=5, stop_ids=())
+        assert list(engine.stream([1, 2, 3], max_new_tokens=5, stop_ids=())) == reply.tokens
+        assert reply.sha256 == token_sha256([1, 2, 3, *reply.tokens]) and reply.finish == "length"
+        stopped = engine.generate([1, 2, 3], max_new_tokens=5, stop_ids=(reply.tokens[0],))
+        assert (stopped.tokens, stopped.finish) == (reply.tokens[:1], "stop")
+        nothing = engine.generate([1, 2, 3], max_new_tokens=0)
+        assert nothing.tokens == [] and nothing.finish == "length"
+
+
+def test_stream_checks_its_arguments_at_the_call(open_micro: Callable[..., Engine]) -> None:
+    with open_micro(context_tokens=64) as engine:
+        with pytest.raises(UsageError):
+            engine.stream([], max_new_tokens=1)
+        with pytest.raises(UsageError):
+            engine.stream([1], max_new_tokens=-1)
+        with pytest.raises(CapacityError):
+            engine.stream([1], max_new_tokens=65)
+
+
+def test_dropped_stream_gives_its_slot_back(open_micro: Callable[..., Engine]) -> None:
+    with open_micro() as engine:
+        for _ in engine.stream([1, 2], max_new_tokens=5, stop_ids=()):
+            break
+        gc.collect()
+        assert engine.rank.slots.free_slots == 1
+        assert engine.generate([1, 2], max_new_tokens=1).tokens
+
+
+def test_engine_closes_under_a_live_stream(open_micro: Callable[..., Engine]) -> None:
+    engine = open_micro()
+    stream = engine.stream([1, 2], max_new_tokens=5, stop_ids=())
+    next(stream)
+    engine.close()
+    engine.ledger.require_empty()
+    with pytest.raises(UsageError, match="closed"):
+        next(stream)
+
+
+def test_error_of_a_callback_leaves_the_engine_usable(open_micro: Callable[..., Engine]) -> None:
+    def fail(token: int) -> None:
+        raise KeyError(token)
+
+    with open_micro() as engine:
+        with pytest.raises(KeyError):
+            engine.generate([1, 2], max_new_tokens=3, stop_ids=(), on_token=fail)
+        assert engine.generate([1, 2], max_new_tokens=1).tokens
+
+
+def test_warning_names_the_callers_line_and_as_an_error_leaves_nothing(
+    open_micro: Callable[..., Engine], micro: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledgers: list[Ledger] = []
+    original = Ledger.__init__
+
+    def remember(self: Ledger) -> None:
+        original(self)
+        ledgers.append(self)
+
+    monkeypatch.setattr(Ledger, "__init__", remember)
+    monkeypatch.setattr(bind, "_warning", lambda ctx: "no receipt")
+    with pytest.warns(RuntimeWarning, match="no receipt") as caught:
+        Engine.open(micro, Limits(context_tokens=64), device=device).close()
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning):
+            Engine.open(micro, Limits(context_tokens=64), device=device)
+    assert len(ledgers) == 2
+    ledgers[1].require_empty()
+
+
+def test_device_memory_that_others_hold(
+    open_micro: Callable[..., Engine], device: str, device_name: str
+) -> None:
+    """The plan is refused before anything is allocated; past the plan the driver's refusal names holders."""
+    if device_name != "sim":
+        pytest.skip("a GPU's memory is not ours to fill")
+    ledger = Ledger()
+    with Context(0, ledger=ledger) as ctx, ctx.active():
+        total = ctx.facts.total_bytes
+        with DeviceArena(ctx, "theirs", api.cuMemGetInfo()[0] - 12 * MIB):  # a context and half a plan
+            with pytest.raises(CapacityError, match="largest owner") as refused:
+                open_micro(reserve_bytes=0)
+            assert 0 <= refused.value.allowed_bytes < refused.value.needed_bytes
+            with pytest.raises(OutOfMemory, match="largest holders?") as ran_out:
+                open_micro(device_bytes=total)
+            assert ran_out.value.call == "cuMemAlloc"
+    ledger.require_empty()
+    with open_micro() as engine:
+        assert engine.generate([1], max_new_tokens=1).tokens
