@@ -163,11 +163,17 @@ class Plan:
         allowed = limits.device_bytes or max(free_bytes - limits.reserve_bytes, 0)
         if need > allowed:
             largest = max(self.device, key=lambda owner: self.device[owner])
+            given = (
+                f"Limits.device_bytes allows {bytes_text(allowed)}"
+                if limits.device_bytes
+                else f"{bytes_text(free_bytes)} are free, of which {bytes_text(limits.reserve_bytes)} stay "
+                "in reserve"
+            )
             raise CapacityError(
                 "the plan does not fit device memory",
                 needed_bytes=need,
                 allowed_bytes=allowed,
-                because=f"largest owner {largest} {bytes_text(self.device[largest])}, "
+                because=f"{given}; largest owner {largest} {bytes_text(self.device[largest])}, "
                 f"kv {bytes_text(self.device.get('kv', 0))}",
                 do="lower context_tokens, sequences or rows, or use a device with more memory",
             )
@@ -186,9 +192,8 @@ class Plan:
 class Layout:
     """Everything the engine's arenas hold, for one configuration and limits.
 
-    work: scratch span sizes.  x, part, out: per group and member the byte offset in the operand, partial-
-    sum and output
-    scratch; operands of a group that another kernel writes stand in `x_span`.
+    groups: the dense linears by launch.  recurrent, pages: byte forms of a sequence's state.  work: bytes of
+    each scratch span, by name.
     """
 
     config: ModelConfig

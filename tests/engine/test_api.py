@@ -104,7 +104,8 @@ def test_device_memory_that_others_hold(
     with Context(0, ledger=ledger) as ctx, ctx.active():
         total = ctx.facts.total_bytes
         with DeviceArena(ctx, "theirs", api.cuMemGetInfo()[0] - 12 * MIB):  # a context and half a plan
-            with pytest.raises(CapacityError, match="largest owner") as refused:
+            message = "are free, of which 0 B stay in reserve; largest owner"
+            with pytest.raises(CapacityError, match=message) as refused:
                 open_micro(reserve_bytes=0)
             assert 0 <= refused.value.allowed_bytes < refused.value.needed_bytes
             with pytest.raises(OutOfMemory, match="largest holders?") as ran_out:
