@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 from flashnext_drv.bench.receipt import write_receipt  # noqa: E402
 from flashnext_drv.check.contract import CheckDevice, run_case  # noqa: E402
 from flashnext_drv.engine.engine import Engine, Limits  # noqa: E402
+from flashnext_drv.errors import FlashNextError  # noqa: E402
 from flashnext_drv.kernels import catalog  # noqa: E402
 
 
@@ -44,7 +45,7 @@ def kernel_hashes(device: str, only: str) -> tuple[dict[str, str], list[str]]:
                 key = f"{spec.name}/{case.name}"
                 try:
                     hashes[key] = run_case(check, spec.name, case).sha256
-                except AssertionError as error:
+                except FlashNextError as error:  # the others still say whether they differ
                     failed.append(f"{key}: {error}")
     return hashes, failed
 
@@ -101,7 +102,14 @@ def main() -> int:
         compared = len(common)
         differ = [key for key in common if hashes[key] != known["hashes"][key]]
         missing = sorted(known["hashes"].keys() - hashes.keys())
-        print(f"compared {compared}, {len(differ)} differ, {len(missing)} only in the file")
+        extra = sorted(hashes.keys() - known["hashes"].keys())
+        print(
+            f"compared {compared}, {len(differ)} differ, {len(missing)} only in the file, "
+            f"{len(extra)} not in the file"
+        )
+        if extra or (missing and not (args.kernel or args.no_runs)):
+            failed.append(f"not compared: {', '.join((missing + extra)[:8])} ...")
+            print(f"FAIL {failed[-1]}")
         for key in differ:
             print(f"DIFFERS {key}")
     if args.out:
