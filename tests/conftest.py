@@ -67,6 +67,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """One line of counts, and every skipped test by its own name with the reason."""
+    stats = terminalreporter.stats
+    counts = {kind: len(stats.get(kind, ())) for kind in ("passed", "failed", "error", "skipped", "xfailed",
+                                                          "xpassed", "deselected")}
+    for report in sorted(stats.get("skipped", ()), key=lambda r: str(r.nodeid)):
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        terminalreporter.write_line(f"SKIP {report.nodeid}: {why.removeprefix('Skipped: ')}")
+    terminalreporter.write_line(f"COUNTS device={config.getoption('--device')} "
+                                + " ".join(f"{kind}={n}" for kind, n in counts.items()))
+
+
 @pytest.fixture(scope="session")
 def device_name(request: pytest.FixtureRequest) -> str:
     """"sim" or "cuda", loaded and initialised."""

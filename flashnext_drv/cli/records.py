@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..check import resources
 from ..check.resources import Finding, Record
-from ..errors import BuildError, DriverError, DriverMissing, UsageError
+from ..errors import BuildError, DriverError, UsageError
 from ..kernels import catalog
 from .report import FAILED, GOOD, print_json
 
@@ -92,7 +92,7 @@ def _write(path: Path, measured: Record) -> None:
 
 
 def _on_device(device: str, measured: Record) -> tuple[str, list[Finding]]:
-    """(what was compared, differences).  Raises DriverMissing when a GPU is asked for and there is none."""
+    """(what was compared, differences).  Raises DriverError when a GPU is asked for and there is none."""
     if device == "sim":
         return "not compared, the simulator runs no cubin", []
     from ..check.contract import CheckDevice
@@ -102,11 +102,9 @@ def _on_device(device: str, measured: Record) -> tuple[str, list[Finding]]:
         return "not compared, this process runs on the simulator", []
     try:
         api.ensure("cuda")
-    except (DriverError, ImportError) as error:
+    except DriverError:
         if device == "auto":
             return "not compared, no GPU", []
-        if isinstance(error, ImportError):
-            raise DriverMissing("cuda.bindings", because=str(error), do="pip install cuda-python") from error
         raise
     with CheckDevice("cuda") as check:
         found = list(resources.device_differences(check.kernels, measured))

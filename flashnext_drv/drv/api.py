@@ -90,7 +90,11 @@ def ensure(device: str = "auto") -> str:
                              because="libcuda.so.1 is loaded already",
                              do="start the simulator in its own process")
         importlib.import_module("flashnext_drv.sim.load").load()
-    _driver = importlib.import_module("cuda.bindings.driver")
+    try:
+        _driver = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise DriverMissing("the Python package cuda-python", because=str(error),
+                            do="pip install 'cuda-python>=13.0,<14'") from error
     _loaded = chosen
     try:
         _call("cuInit", 0)
