@@ -157,7 +157,8 @@ def _value(spec: KernelSpec, arg: Arg, value: Value) -> np.generic:
     if arg.kind == F32:
         if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
             raise ContractError(f"argument {arg.name} of kernel {spec.name} is no number", given=value)
-        if _F32_LIMIT <= abs(value) < float("inf"):
+        number: Any = value
+        if _F32_LIMIT <= abs(number) < float("inf"):
             raise ContractError(f"argument {arg.name} of kernel {spec.name} is outside f32", given=value)
         scalar = np.float32(value)
         return scalar
