@@ -51,8 +51,9 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
     """Advance every window's sequence by its rows.
 
     Raises UsageError (nothing changed) when windows overlap, hold more rows than the limits or more than is
-    pending;
-    CapacityError when pages run out; ContractError when a wanted logit is NaN.
+    pending, or an id outside the vocabulary; CapacityError when pages run out; ContractError when a logit of
+    a row that draws is NaN (the sequences have advanced); DriverError, after which the sequences' states on
+    the device are undefined: close them.
     """
     n_rows = sum(window.n_rows for window in windows)
     _check(rank, windows, n_rows)
@@ -71,7 +72,7 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
 
 
 def _check(rank: Rank, windows: List[Window], n_rows: int) -> None:
-    limit = rank.layout.limits.rows
+    limit, vocab = rank.layout.limits.rows, rank.layout.config.vocab
     if not windows or n_rows > limit:
         raise UsageError("a round holds 1 row to Limits.rows rows", rows=n_rows, limit=limit)
     if len({id(window.sequence) for window in windows}) != len(windows):
@@ -84,6 +85,11 @@ def _check(rank: Rank, windows: List[Window], n_rows: int) -> None:
             raise UsageError(
                 "a window holds 1 row to all pending rows", rows=window.n_rows, pending=sequence.n_pending
             )
+        for i_id in range(sequence.n_done, sequence.n_done + window.n_rows):
+            if not 0 <= sequence.ids[i_id] < vocab:  # a kernel would read outside the embedding
+                raise UsageError(
+                    "a token id is outside the vocabulary", index=i_id, id=sequence.ids[i_id], vocab=vocab
+                )
 
 
 def _fill(rank: Rank, windows: List[Window], n_rows: int, bucket: int) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from flashnext_drv.engine.engine import Engine, Limits, Sampling
+from flashnext_drv.engine.round import Window, run_round
 from flashnext_drv.errors import CapacityError, CheckpointError, UsageError
 
 pytestmark = pytest.mark.sim
@@ -35,6 +36,17 @@ def test_ids_that_cannot_be_used(engine: Engine, ids: object, text: str) -> None
     with pytest.raises(UsageError, match=re.escape(text)):
         engine.generate(ids, max_new_tokens=1)  # type: ignore[arg-type]
     assert engine.generate([1], max_new_tokens=1).tokens
+
+
+def test_ids_given_to_a_sequence_are_checked_too(engine: Engine) -> None:
+    """Before anything is launched: a kernel would read outside the embedding."""
+    for wrong in (512, -1):
+        with engine.sequence() as sequence:
+            sequence.extend([5, wrong])
+            run_round(engine.rank, [Window(sequence)])
+            with pytest.raises(UsageError, match=f"index=1, id={wrong}, vocab=512"):
+                run_round(engine.rank, [Window(sequence, draw=True)])
+            assert sequence.n_done == 1
 
 
 def test_more_tokens_than_the_cache(engine: Engine) -> None:
