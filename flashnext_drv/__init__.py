@@ -10,18 +10,14 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "Engine": ".engine.engine",
-    "BuildError": ".errors", "CapacityError": ".errors", "CheckpointError": ".errors",
-           "ContextLost": ".errors",
-    "ContractError": ".errors", "DriverError": ".errors", "DriverMissing": ".errors",
-           "FlashNextError": ".errors",
-    "LeakError": ".errors", "OutOfMemory": ".errors", "SimError": ".errors", "UsageError": ".errors",
-}
+_ENGINE = ("Engine", "Generation", "Limits", "MemoryReport", "Sampling")
+_ERRORS = ("BuildError", "CapacityError", "CheckpointError", "ContextLost", "ContractError", "DriverError",
+           "DriverMissing", "FlashNextError", "LeakError", "OutOfMemory", "SimError", "UsageError")
+_PUBLIC = {**dict.fromkeys(_ENGINE, ".engine.engine"), **dict.fromkeys(_ERRORS, ".errors")}
 
 __all__ = ["BuildError", "CapacityError", "CheckpointError", "ContextLost", "ContractError", "DriverError",
-           "DriverMissing", "Engine", "FlashNextError", "LeakError", "OutOfMemory", "SimError", "UsageError",
-           "__version__"]
+           "DriverMissing", "Engine", "FlashNextError", "Generation", "LeakError", "Limits", "MemoryReport",
+           "OutOfMemory", "Sampling", "SimError", "UsageError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,8 +12,8 @@ import flashnext_drv
 
 PACKAGE = Path(flashnext_drv.__file__).resolve().parent
 PINNED = ["BuildError", "CapacityError", "CheckpointError", "ContextLost", "ContractError", "DriverError",
-          "DriverMissing", "Engine", "FlashNextError", "LeakError", "OutOfMemory", "SimError", "UsageError",
-          "__version__"]
+          "DriverMissing", "Engine", "FlashNextError", "Generation", "LeakError", "Limits", "MemoryReport",
+          "OutOfMemory", "Sampling", "SimError", "UsageError", "__version__"]
 
 
 def modules() -> list[str]:
