@@ -25,6 +25,7 @@ from .operands import (
     F32_ULP,
     from_fragment,
     linear_table,
+    midpoints,
     near,
     poisoned_rows,
     round_table,
@@ -136,6 +137,9 @@ def _qsa_prep(case: Case, seed: int) -> Operands:
         arrays["k"][3, 1, 0], arrays["v"][1, 0, 7] = np.nan, np.nan
         arrays["v"][2, 1, 8], arrays["v"][3, 0, 9] = np.inf, 1e6
         arrays["idx"][0, 4, 100], arrays["idx"][5, 4, 2], arrays["idx"][4, 2, 0] = np.nan, -np.inf, np.nan
+    if case.dims.get("special") == "midpoints":
+        for name in ("v", "idx"):
+            arrays[name][:len(rows)] = midpoints(seed, name, arrays[name][:len(rows)].shape)
     tables, moves = pages.tables()
     arrays |= tables | {"q16": poisoned_rows(cap, n_q, HEAD, dtype=np.float16),
                         "iq16": poisoned_rows(cap, 4, INDEX_HEAD, dtype=np.float16)}
@@ -191,13 +195,17 @@ def _index_score(case: Case, seed: int) -> Operands:
     pages = Pages(case, seed, 1)
     rows, cap = pages.rows, pages.rows_cap
     queries = _own(seed, "iq", rows, cap, (4, INDEX_HEAD), 2.0).astype(np.float16)
+    exact = case.dims.get("special") == "integers"
     if case.dims.get("special") == "zeros":
         queries[:len(rows)] = 0.0
+    if exact:
+        queries[:len(rows)] = np.round(queries[:len(rows)])
     max_blocks = max(blocks_seen(p) for _, p in rows) + 3
     used = [(s, np.arange(blocks_seen(p) if blocks_seen(p) > budget else 0)) for s, p in rows]
     for sequence in pages.sequences:
         n_local = int(pages.local[sequence].max()) + 1
         content = signed(seed, f"pooled/{sequence}", (n_local, 16, INDEX_HEAD), 1.0).astype(np.float16)
+        content = np.round(content * 4) if exact else content
         for s, blocks in used:
             if s == sequence:
                 page = blocks // 16
@@ -219,6 +227,10 @@ def _index_score(case: Case, seed: int) -> Operands:
                 products = keys[:, None, :] * queries[r].astype(np.float64)
             bound = mma_bound(products).sum(axis=1) / np.sqrt(INDEX_HEAD) + 4 * F32_ULP * np.abs(want)
             near(f"scores of row {r}", got["score"][r, :len(blocks)], want, bound)
+            if exact:       # the sum is an integer: one rounding, of the scale
+                whole = np.maximum(products.sum(axis=-1), 0.0).sum(axis=1).astype(np.float32)
+                same_bits(f"scores of row {r} of integers", got["score"][r, :len(blocks)].copy(),
+                          whole * np.float32(float.fromhex("0x1.6a09e6p-4")))
             untouched(f"score of row {r} beyond its blocks", got["score"][r, len(blocks):])
         untouched("score", got["score"][len(rows):])
 
@@ -317,6 +329,9 @@ def _qsa_attn(case: Case, seed: int) -> Operands:
             for (s, _), p in zip(rows, tokens, strict=True):
                 if s == sequence:
                     memory[pages.at[s][p // 64], p % 64] = content[pages.local[s][p // 64], p % 64]
+    if special == "integers":       # all weights are 1, so every sum is one of integers
+        q16[:len(rows)] = 0.0
+        pages.v[...] = np.where(np.isnan(pages.v), pages.v, np.round(pages.v * 8))
     if special == "nonfinite":
         q16[1, 0, 9], q16[1, 1, 5] = np.nan, np.inf
         for (row, entry), memory, value in (((0, 3), pages.k, np.nan), ((2, 7), pages.v, np.inf), ((2, 9),
@@ -340,6 +355,9 @@ def _qsa_attn(case: Case, seed: int) -> Operands:
                     check_part(f"row {r} head {h} part {p}", q16[r, h].astype(np.float64), keys[cut],
                     vals[cut],
                                 got["part_m"][r, h, p], got["part_l"][r, h, p], got["part_o"][r, h, p])
+                    if special == "integers":
+                        assert got["part_l"][r, h, p] == len(keys[cut]), f"l of row {r} head {h} part {p}"
+                        assert (got["part_o"][r, h, p] == vals[cut].sum(axis=0)).all(), f"o of row {r} head {h}"
             for name in ("part_m", "part_l", "part_o"):
                 untouched(f"{name} of row {r} beyond its parts", got[name][r, :, parts:])
         for name in ("part_m", "part_l", "part_o"):
@@ -390,6 +408,9 @@ def _qsa_merge(case: Case, seed: int) -> Operands:
         flag[1] = 1
     if special == "nonfinite":
         m[0, 0, 1], o[1, 1, 0, 5], o[1, 2, 1, 200], q[1, 3, HEAD + 9] = np.nan, np.inf, np.nan, np.nan
+    if special in ("midpoints", "integers"):     # weights 1 and an open gate: what is stored is the sum of o / l
+        m[:n], length[:n], q[:n, :, HEAD:] = 0.0, 1.0, 128.0
+        o[:n] = (midpoints(seed, "o", o[:n].shape) if special == "midpoints" else np.round(o[:n]) * 2)
     for r, used in enumerate(parts):
         for x in (m, length, o):
             x[r, :, used:] = np.nan
@@ -417,6 +438,8 @@ def _qsa_merge(case: Case, seed: int) -> Operands:
             if flag[r]:
                 want[:] = np.nan
             x = from_fragment(got["x"][r])
+            if special in ("midpoints", "integers"):
+                same_bits(f"row {r}", x, want.reshape(-1).astype(np.float16))
             if str(case["dtype"]) == "exl3":
                 _check_rotated(f"row {r}", x, want.reshape(-1), np.nan_to_num(bound).reshape(-1), suh)
             else:

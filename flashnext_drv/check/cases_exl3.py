@@ -19,7 +19,18 @@ from ..kernels.tables import FORMAT_BF16, FORMAT_F16, LINEAR, exl3_format
 from ..ref.exl3 import decode_linear
 from ..ref.orders import GENERATIONS, canonical, hadamard128, mma_chain, tree
 from .contract import Operands, bits, poison
-from .operands import F32_ULP, field_at, near, rotate64, round_table, same_bits, signed, untouched, within_f16
+from .operands import (
+    F32_ULP,
+    field_at,
+    midpoints,
+    near,
+    rotate64,
+    round_table,
+    same_bits,
+    signed,
+    untouched,
+    within_f16,
+)
 
 __all__ = [
     "Dot",
@@ -225,6 +236,8 @@ class _Launch:
     def vector(self, j: int, name: str, size: int, *path: str) -> NDArray[np.float16]:
         """A random f16 vector (scales, bias) of descriptor j."""
         values = signed(self.seed, f"{name}{j}", (size,), 2.0).astype(np.float16)
+        if self.data == "nonfinite_scales":
+            values[5], values[-1] = np.nan, np.inf
         self.point(j, f"{name}{j}", values, *path)
         return values
 
@@ -248,6 +261,8 @@ def _input(case: Case, seed: int) -> Operands:
     x[:rows, :k_max] = signed(seed, "x", (rows, k_max), 4.0)
     if launch.data == "nonfinite":
         x[0, 5], x[1, 130], x[2, 9] = np.inf, np.nan, 3e38
+    if launch.data == "midpoints":
+        x[:rows, :k_max] = midpoints(seed, "x", (rows, k_max))
     launch.arrays["x"] = x
     suh = {
         j: launch.vector(j, "suh", dot.k, "w", "suh")
@@ -278,7 +293,7 @@ def _input(case: Case, seed: int) -> Operands:
                     want, full = values.astype(np.float16), values.astype(np.float64)
                     before = np.zeros(full.shape)
             same_bits(name, got[:rows, : dot.k], fragment_order_rows(want))
-            if launch.data != "nonfinite":
+            if not launch.data.startswith("nonfinite"):
                 within_f16(name, got[:rows, : dot.k], fragment_order_rows(full), fragment_order_rows(before))
 
     grid = (-(-k_max // 512), len(launch.dots), cap)
@@ -336,6 +351,8 @@ def _finish(case: Case, seed: int) -> Operands:
         part[:, :rows] = signed(seed, f"part{j}", (dot.units, rows, dot.n), 8.0)
         if launch.data == "nonfinite":
             part[0, 0, 3], part[-1, 1, dot.n - 1] = np.nan, -np.inf
+        if launch.data == "integers":
+            part[:, :rows] = np.round(part[:, :rows] * 1000)
         launch.point(j, f"part{j}", part, "part")
         if dot.dtype == "exl3":
             svh[j] = launch.vector(j, "svh", dot.n, "w", "svh")
@@ -375,7 +392,9 @@ def _finish(case: Case, seed: int) -> Operands:
                     full = full + bias[j].astype(np.float64)
                     size = size + F32_ULP * (np.abs(full) + size)
             same_bits(name, got[:rows], canonical(want))
-            if launch.data != "nonfinite":
+            if launch.data == "integers":
+                assert (got[:rows] == part.astype(np.float64).sum(axis=0)).all(), f"{name}: not the exact integers"
+            if not launch.data.startswith("nonfinite"):
                 near(f"{name} (FP64)", got[:rows], full, size)
 
     grid = (-(-max(dot.n for dot in launch.dots) // 512), len(launch.dots), cap)

@@ -23,6 +23,7 @@ from .operands import (
     field_at,
     from_fragment,
     linear_table,
+    midpoints,
     near,
     poisoned_rows,
     rotated,
@@ -125,6 +126,8 @@ def _gdn_conv(case: Case, seed: int) -> Operands:
         x = signed(seed, f"x{sequence}", (N_ROWS, channels), 4.0)
         if case.dims.get("special") == "nonfinite" and sequence == 0:
             x[1, 3], x[2, 4], x[0, 5] = np.nan, np.float32(1e6), -np.inf
+        if case.dims.get("special") == "midpoints":
+            x = midpoints(seed, f"x{sequence}", (N_ROWS, channels))
         return x
 
     x_in = runs.rows(inputs)
@@ -169,6 +172,8 @@ def _gdn_step(case: Case, seed: int) -> Operands:
         signed(seed, f"state{q}", (n_v, HEAD, HEAD), 0.0 if special == "zero" else 0.5)
         for q in runs.sequences
     ]
+    if special == "nonfinite_state":
+        states[0][0, 7, 3], states[0][1, 5, 100] = np.nan, np.inf
     for i, state in enumerate(states):
         runs.fill(i, state)
 

@@ -117,9 +117,14 @@ def _stream_add(case: Case, seed: int) -> Operands:
     y, inject = signed(seed, "y", (N_ROWS, hidden), 2.0), signed(seed, "inject", (N_ROWS, 4), 2.0)
     if case.dims.get("special") == "nonfinite":
         streams[1, hidden + 5], y[2, 3] = np.nan, np.inf
+    if case.dims.get("special") == "integers":
+        streams, y, inject = np.round(streams), np.round(y * 8), np.round(inject * 8)
     s_in, y_in, p_in = rows_of(streams, order, cap), rows_of(y, order, cap), rows_of(inject, order, cap)
 
     def expect(got: Arrays) -> None:
+        if case.dims.get("special") == "integers":
+            exact = p_in[:n, :, None] * y_in[:n, None, :] + s_in[:n].reshape(n, 4, hidden)
+            assert (got["streams"][:n].reshape(n, 4, hidden) == exact).all(), "streams: not the exact integers"
         want = fma32(p_in[:n, :, None], y_in[:n, None, :], s_in[:n].reshape(n, 4, hidden))
         same_bits("streams", got["streams"][:n].reshape(n, 4, hidden), want)
         untouched("streams", got["streams"][n:])

@@ -116,6 +116,9 @@ def _check_routes(name: str, got: NDArray[Any], logits: NDArray[Any], shared: fl
         want,
         np.nan_to_num(want) * (5 + n_active + 2 * far) * F32_ULP + 2.0**-149,
     )
+    if (logits == logits[0]).all() and np.isfinite(logits[0]):
+        same_bits(f"{name} equal weights", got["weight"][:-1].copy(),
+                  np.full(n_active, np.float32(1) / np.float32(n_active), np.float32))
     gate = sigmoid64(np.array([shared]))
     near(f"{name} shared weight", got["weight"][-1:], gate, gate * 5 * F32_ULP)
 

@@ -148,7 +148,8 @@ def decode_ngram_rows(packed: NDArray[np.uint16], dim: int,
         value = _from_bf16(packed)
     else:
         scale = np.ascontiguousarray(packed[:, :1]).view(np.float16).astype(np.float32)
-        value = codebook("mul1")[row_states(packed.view(np.int16), dim)].astype(np.float32) * scale
+        with np.errstate(invalid="ignore"):
+            value = codebook("mul1")[row_states(packed.view(np.int16), dim)].astype(np.float32) * scale
     if bias is not None:
         value = value + bias.astype(np.float32)
     return value.astype(np.float16)
@@ -165,6 +166,13 @@ def _ngram_rows(case: Case, seed: int) -> Operands:
     else:                                                       # values 2^-6 .. 2
         table = (0x3C80 + table % 0x300 | table & 0x8000).astype(np.uint16)
     bias = (signed(seed, "bias", (heads, dim)) / 64).astype(np.float16)
+    special = case.dims.get("special")
+    if special == "midpoints":      # 1 .. 2 by 2^-7, and odd multiples of 2^-11: halfway between two of f16
+        table = (0x3F80 + table % 0x80).astype(np.uint16)
+        bias = ((2 * (bits(seed, "bias", (heads, dim)) % 8) + 1) * 2.0**-11).astype(np.float16)
+    if special == "nonfinite":
+        bias[0, 3], bias[heads - 1, 5] = np.nan, np.inf
+        table[:: 3, 0] = 0x7C00     # scales
     ids = bits(seed, "ids", (3, n)) % np.uint32(248_320)
     if case.name == "eos_places":                               # every subset of the three places
         for i in range(n):
@@ -199,6 +207,8 @@ def _ple_mix(case: Case, seed: int) -> Operands:
     n, width, eps, offset = sum(lengths), 4 * hidden, 1e-6, 512
     key, streams = (_filled(signed(seed, x, (n, width), 2.0), cap) for x in ("key", "streams"))
     value = _filled(signed(seed, "value", (n, hidden)), cap)
+    if case.dims.get("special") == "nonfinite":
+        key[0, 5], streams[1, hidden + 3], value[4, 2] = np.nan, np.inf, np.nan
     norms = {x: signed(seed, x, (width,), 0.5) for x in ("norm_key", "norm_query", "norm_conv")}
     conv = signed(seed, "conv", (width, 4))
     n_slots = len(lengths) + 1                                  # the last one has no run

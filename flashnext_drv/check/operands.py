@@ -25,6 +25,7 @@ __all__ = [
     "field_at",
     "from_fragment",
     "linear_table",
+    "midpoints",
     "near",
     "plain_tiles",
     "poisoned_rows",
@@ -57,6 +58,14 @@ def signed(seed: int, name: str, shape: tuple[int, ...], scale: float = 1.0) -> 
     """
     raw = np.asarray(bits(seed, name, shape)).astype(np.uint64) & np.uint64(0xFFFFFF)
     return ((raw.astype(np.float64) * 2.0**-23 - 1.0) * scale).astype(np.float32).reshape(shape)
+
+
+def midpoints(seed: int, name: str, shape: tuple[int, ...], scale: float = 4.0) -> F32Array:
+    """fp32 values halfway between two neighbours of fp16: what rounds to even there."""
+    low = signed(seed, name, shape, scale).astype(np.float16)
+    low = np.where(np.abs(low) < 2.0**-14, np.float16(1.0), low).astype(np.float16)
+    high = (low.view(np.uint16) + np.uint16(1)).view(np.float16)     # one further from zero
+    return ((low.astype(np.float64) + high.astype(np.float64)) / 2).astype(np.float32)
 
 
 def to_fragment(x: NDArray[Any]) -> NDArray[Any]:

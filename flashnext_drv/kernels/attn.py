@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from . import planted_attn as planted
 from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec, Limit
 
 __all__ = ["INDEX_SCORE", "INDEX_SELECT", "KERNELS", "QSA_ATTN", "QSA_MERGE", "QSA_PREP"]
@@ -43,7 +44,9 @@ def _each(*positions: int) -> str:
 
 def _case(name: str, rows: str, n_q: int = 4, n_kv: int = 2, budget: int = 8, pages: str = "permuted",
           **dims: int | float | str) -> Case:
-    return Case(name, {"rows": rows, "n_q": n_q, "n_kv": n_kv, "budget": budget, "pages": pages, **dims})
+    special = str(dims.get("special", ""))
+    shows = ("nonfinite",) if special in ("nan", "inf", "many_nan", "long_nan", "flag") else ()
+    return Case(name, {"rows": rows, "n_q": n_q, "n_kv": n_kv, "budget": budget, "pages": pages, **dims}, shows)
 
 
 QSA_PREP: Final = KernelSpec(
@@ -61,6 +64,10 @@ QSA_PREP: Final = KernelSpec(
     grid="ceil((n_q + 2 n_kv + 5) / 4), rows_cap", block=128,
     limits={"sm_90a": Limit(regs=48, blocks_per_sm=8), "sm_80": Limit(regs=48, blocks_per_sm=8)},
     reference="attn.SparseAttention",
+    rows=dict.fromkeys(("rows", "q", "k", "v", "idx", "rope", "rope_block", "q16", "iq16"), 0),
+    exempt={"order": "the only kernel of its order",
+            "integers": "passes through a root: integers have no exact answer"},
+    controls=planted.QSA_PREP,
     bound="From the f32 inputs: the sum of squares N/32 + 6 roundings of 2^-24, 1/rms half of that + 2.5, "
           "three products and the rotation 3 more: 12 2^-24 of (|a cos| + |b sin|); then half an f16 ulp "
           "(2^-11 relative, 2^-25 absolute). Pooled keys start from the mean of the stored raw keys, whose "
@@ -74,6 +81,7 @@ QSA_PREP: Final = KernelSpec(
            _case("far", _span(262140, 262143), pages="shared"),
            _case("far_apart", "0:262011,1:262004", n_q=24, pages="shared"),
            _case("nonfinite", _span(60, 67), special="nonfinite"),
+           _case("midpoints", _each(5, 6), special="midpoints"),
            _case("zeros", _span(0, 3), special="zeros")))
 
 INDEX_SCORE: Final = KernelSpec(
@@ -82,7 +90,9 @@ INDEX_SCORE: Final = KernelSpec(
           Arg("score", PTR, "(rows_cap, max_blocks) f32, blocks seen only, and only beyond the budget", "w"),
           _MAX_BLOCKS, _BUDGET),
     grid="any, rows_cap", block=128, limits={"sm_90a": Limit(regs=96), "sm_80": Limit(regs=96)},
-    reference="attn.block_scores",
+    reference="attn.block_scores", rows=dict.fromkeys(("rows", "iq16", "score"), 0),
+    exempt={"order": "the only kernel of its order", "midpoints": "outputs are f32: nothing is rounded to f16"},
+    controls=planted.INDEX_SCORE,
     bound="A head's dot is a chain of 8 mma steps (cases_attn.mma_bound: each step cuts 17 terms below "
           "2^-25 of the largest and its result below 2^-23; or twice 9 terms below 2^-24); three additions "
           "and a product: 4 2^-24 of the sum of heads.",
@@ -94,6 +104,7 @@ INDEX_SCORE: Final = KernelSpec(
            _case("real_budget", _each(2047, 2049, 2050, 2051, 2060), budget=512, pages="shared"),
            _case("far", _each(262143), budget=512, pages="shared", grid=3),
            _case("zero_queries", _each(100), special="zeros"),
+           _case("integers", _each(100, 131), special="integers"),
            _case("nonfinite", _each(100, 131), special="nonfinite")))
 
 INDEX_SELECT: Final = KernelSpec(
@@ -103,7 +114,10 @@ INDEX_SELECT: Final = KernelSpec(
           Arg("flag", PTR, "(rows_cap) u32: 1 when a score is NaN", "w"), _MAX_BLOCKS, _BUDGET),
     grid="rows_cap", block=512, shared_bytes=41104,
     limits={"sm_90a": Limit(regs=96, blocks_per_sm=1), "sm_80": Limit(regs=96, blocks_per_sm=1)},
-    reference="attn.choose_blocks", bound="Exact.",
+    reference="attn.choose_blocks", bound="Exact.", rows=dict.fromkeys(("rows", "score", "sel", "flag"), 0),
+    exempt={"order": "the only kernel of its order", "midpoints": "outputs are integers",
+            "integers": "chooses by integer keys: every case has one right answer"},
+    controls=planted.INDEX_SELECT,
     cases=(_case("within_budget", _each(0, 3, 31, 34)), _case("one_beyond", _each(35)),
            _case("edges", _each(31, 35, 36, 38, 63, 67, 71)), _case("run", _span(62, 68)),
            _case("sixteen", _each(*range(100, 116))),
@@ -136,6 +150,10 @@ QSA_ATTN: Final = KernelSpec(
     grid="max_parts, n_kv, rows_cap", block=128, shared_bytes=7424,
     limits={"sm_90a": Limit(regs=168, blocks_per_sm=3), "sm_80": Limit(regs=168, blocks_per_sm=3)},
     reference="attn.attend",
+    rows=dict.fromkeys(("rows", "q16", "sel", "part_m", "part_l", "part_o"), 0),
+    exempt={"order": "qsa_merge takes its parts; no kernel makes the same",
+            "midpoints": "what is rounded has passed through an exponential: no input gives an exact tie"},
+    controls=planted.QSA_ATTN,
     bound="From q, K, V as stored. s: chain of 16 mma steps (mma_bound), times 1/16: ds. m within ds. e "
           "relative: 2 ds + 2^-22 (exp) + 2^-24 |s - m|. l: that plus 6 2^-24. o: sum of |v| times (that + "
           "2^-11 e + 2^-25), plus a chain of 4 mma steps.",
@@ -152,6 +170,7 @@ QSA_ATTN: Final = KernelSpec(
            _case("real_heads", _each(2047), n_q=24, budget=512, pages="shared"),
            _case("far", "0:262003,1:262142", budget=16, pages="shared"),
            _case("nonfinite", _each(70, 20, 33), special="nonfinite"),
+           _case("integers", _each(70, 66), budget=64, special="integers"),
            _case("equal_scores", _each(70), special="equal"), _case("large", _each(70), special="large")))
 
 QSA_MERGE: Final = KernelSpec(
@@ -166,6 +185,9 @@ QSA_MERGE: Final = KernelSpec(
     grid="n_q, rows_cap", block=128, shared_bytes=2048, blocks_per_sm=2,
     limits={"sm_90a": Limit(regs=192, blocks_per_sm=2), "sm_80": Limit(regs=192, blocks_per_sm=2)},
     reference="attn.attend",
+    rows=dict.fromkeys(("rows", "q", "part_m", "part_l", "part_o", "flag", "x"), 0),
+    exempt={"order": "qsa_attn makes the parts it takes; no kernel does the same"},
+    controls=planted.QSA_MERGE,
     bound="From the parts: each merge 2 roundings and two exponentials (1.1 ulp and |m - M| 2^-24 each) on "
           "weights that are not negative: (10 parts + 4 (max m - min m)) 2^-24 of sum w |o| / l; division, "
           "sigmoid 2.5 ulp, product; EXL3: product with suh, 8 roundings of the rotation on the block's "
@@ -177,6 +199,8 @@ QSA_MERGE: Final = KernelSpec(
            _case("real_budget", _each(2047, 2050), n_q=2, n_kv=1, budget=512, dtype="exl3"),
            _case("large_budget", _each(6000), n_q=2, n_kv=1, budget=1024, dtype="exl3"),
            _case("sixteen", _each(*range(56, 72)), n_q=2, n_kv=1, budget=64, dtype="f16"),
+           _case("midpoints", _each(20, 30), dtype="f16", special="midpoints"),
+           _case("integers", _each(255, 20), budget=64, dtype="f16", special="integers"),
            _case("flagged", _each(100, 200, 300), dtype="exl3", special="flag"),
            _case("nonfinite", _each(200, 200, 20), budget=64, dtype="f16", special="nonfinite"),
            _case("far_maxima", _each(255, 254), budget=64, dtype="exl3", special="spread")))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+from . import planted_exl3 as planted
 from .spec import PTR, U32, Arg, Case, KernelSpec, Limit
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ _DOT_BOUND: Final = (
 
 def _case(name: str, linears: str, rows: int, rows_cap: int, **dims: int | str) -> Case:
     """linears: "<format> <K>x<N>[/<leaves>][+bias]" separated by "; "; form: f16, bf16, <codebook>_<bits>."""
-    return Case(name, {"linears": linears, "rows": rows, "rows_cap": rows_cap, **dims})
+    shows = ("integers",) if dims.get("data") == "onehot" else ()
+    return Case(name, {"linears": linears, "rows": rows, "rows_cap": rows_cap, **dims}, shows)
 
 
 def _gemv_cases(rows_max: int) -> Iterator[Case]:
@@ -139,6 +141,12 @@ LINEAR_INPUT: Final = KernelSpec(
     block=128,
     limits={"sm_90a": Limit(regs=40), "sm_80": Limit(regs=40)},
     reference="exl3.Linear.operand",
+    rows={"x": 0, "x?": 0},
+    exempt={
+        "order": "compared from moe_input, on its cases",
+        "integers": "the rotation's scale 1/sqrt(128) is no power of two: integers have no exact answer",
+    },
+    controls=planted.LINEAR_INPUT,
     bound="Bytes: the f32 product, ref.orders.hadamard128 and one rounding to f16.  FP64: a product, 7 sums "
     "and the scale round by 2^-24 each of the block's sum of magnitudes / sqrt(128), then half an f16 ulp.",
     cases=(
@@ -149,6 +157,8 @@ LINEAR_INPUT: Final = KernelSpec(
         _case("mixed", "mul1_5 512x128; f16 512x4", 7, 8),
         _case("one_of_many", "mul1_2 256x128", 1, 16),
         _case("nonfinite", "mul1_5 256x128; f16 256x4", 4, 4, data="nonfinite"),
+        _case("nonfinite_scales", "mul1_5 256x128", 4, 4, data="nonfinite_scales"),
+        _case("midpoints", "f16 256x4; bf16 256x4", 3, 4, data="midpoints"),
     ),
 )
 
@@ -165,6 +175,12 @@ def _gemv(rows_max: int, blocks_per_sm: int, regs: int, spill: int) -> KernelSpe
         defines=(("FN_ROW_TILES", str(rows_max // 8)),),
         limits={"sm_90a": Limit(regs, spill, blocks_per_sm), "sm_80": Limit(regs, spill, blocks_per_sm)},
         reference="exl3.decode_linear",
+        rows={"x*": 0, "part*": 1},
+        exempt={
+            "midpoints": "outputs are f32: nothing is rounded to f16",
+            **({} if rows_max == 8 else {"order": "compared from linear_gemv_n8, on its cases"}),
+        },
+        controls=planted.LINEAR_GEMV_N8 if rows_max == 8 else planted.LINEAR_GEMV_N16,
         bound=_DOT_BOUND,
         cases=tuple(_gemv_cases(rows_max)),
     )
@@ -183,6 +199,12 @@ LINEAR_FINISH: Final = KernelSpec(
     block=128,
     limits={"sm_90a": Limit(regs=64), "sm_80": Limit(regs=64)},
     reference="exl3.Linear.__call__",
+    rows={"part*": 1, "out*": 0},
+    exempt={
+        "order": "part_sum_v1 is followed by other functions in every kernel that uses it",
+        "midpoints": "outputs are f32: nothing is rounded to f16",
+    },
+    controls=planted.LINEAR_FINISH,
     bound="Bytes: segments in rising order, ref.orders.tree, hadamard128, times svh, plus bias.  FP64: "
     "units + 9 roundings of 2^-24 of the block's sum of magnitudes.",
     cases=(
@@ -194,6 +216,8 @@ LINEAR_FINISH: Final = KernelSpec(
         _case("plain_leaves", "f16 512x6/2; f16 512x8/4", 2, 4),
         _case("sixteen", "mul1_3 512x1280", 16, 16),
         _case("nonfinite", "mul1_5 512x256; f16 512x20", 4, 4, data="nonfinite"),
+        _case("nonfinite_scales", "mul1_5 512x256", 4, 4, data="nonfinite_scales"),
+        _case("integers", "f16 2048x16; f16 512x6/2", 4, 4, data="integers"),
     ),
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from . import planted_gdn as planted
 from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec, Limit
 
 __all__ = ["GDN_CONV", "GDN_GATE_INPUT", "GDN_STEP", "KERNELS"]
@@ -40,6 +41,10 @@ GDN_CONV: Final = KernelSpec(
     block=128,
     limits={"sm_90a": Limit(regs=48), "sm_80": Limit(regs=48)},
     reference="gdn.causal_conv",
+    rows={"x": 0, "out": 0},
+    exempt={"order": "the only kernel of its order",
+            "integers": "passes through silu: integers have no exact answer"},
+    controls=planted.GDN_CONV,
     bound=(
         "From the inputs rounded to f16: four roundings of 2^-24 times sum |w f|, slope 1.1 of silu, 3 ulp "
         "of silu. The tail is exact."
@@ -52,6 +57,7 @@ GDN_CONV: Final = KernelSpec(
         _case("sixteen", channels=200, runs="16"),
         _case("real_width", channels=10240, runs="1,2"),
         _case("nonfinite", channels=640, runs="5,1", special="nonfinite"),
+        _case("midpoints", channels=640, runs="5,1", special="midpoints"),
     ),
 )
 
@@ -82,6 +88,11 @@ GDN_STEP: Final = KernelSpec(
     blocks_per_sm=3,
     limits={"sm_90a": Limit(regs=168, blocks_per_sm=3), "sm_80": Limit(regs=168, blocks_per_sm=3)},
     reference="gdn.delta_rule",
+    rows={"qkv": 0, "a": 0, "b": 0, "o": 0},
+    exempt={"order": "the only kernel of its order",
+            "integers": "passes through roots and exponentials: integers have no exact answer",
+            "midpoints": "outputs are f32: nothing is rounded to f16"},
+    controls=planted.GDN_STEP,
     bound=(
         "One step from the state as stored: sums of 128 products err by (32 + 2) 2^-24 sum |terms|; the "
         "scales, beta and decay by a few ulp each; carried through the run's rows by the FP64 reference's "
@@ -96,6 +107,7 @@ GDN_STEP: Final = KernelSpec(
         _case("real_heads", n_k=16, n_v=48, runs="1,2"),
         _case("zero_state", n_k=1, n_v=3, runs="2", special="zero"),
         _case("nonfinite", n_k=1, n_v=3, runs="3,1", special="nonfinite"),
+        _case("nonfinite_state", n_k=1, n_v=3, runs="2,1", special="nonfinite_state"),
     ),
 )
 
@@ -117,6 +129,11 @@ GDN_GATE_INPUT: Final = KernelSpec(
     block=128,
     limits={"sm_90a": Limit(regs=48), "sm_80": Limit(regs=48)},
     reference="gdn.DeltaNet",
+    rows={"o": 0, "z": 0, "x": 0},
+    exempt={"order": "the only kernel of its order; its rotation is held to FP64",
+            "integers": "passes through a root and a sigmoid: integers have no exact answer",
+            "midpoints": "what is rounded has passed through a root: no input gives an exact tie"},
+    controls=planted.GDN_GATE_INPUT,
     bound=(
         "From o and z: the sum of 128 squares 9 roundings, rsqrt 3, three products, sigmoid or silu 3 ulp: "
         "20 2^-24 relative; EXL3: 8 roundings of the rotation on the block's magnitudes; then half an f16 "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from . import planted_glue as planted
 from .spec import F32, PTR, U32, Arg, Case, KernelSpec, Limit
 
 __all__ = ["KERNELS", "SITE_MID", "SITE_NORM", "SITE_UP_N8", "SITE_UP_N16", "STREAM_ADD"]
@@ -56,6 +57,10 @@ SITE_NORM: Final = KernelSpec(
     blocks_per_sm=1,
     limits={"sm_90a": Limit(regs=72), "sm_80": Limit(regs=72)},
     reference="glue.rms_norm",
+    rows=dict.fromkeys(("streams", "y", "inject", "n16", "rinv"), 0),
+    exempt={"integers": "passes through a division and a root: integers have no exact answer",
+            "midpoints": "what is rounded has passed through a root: no input gives an exact tie"},
+    controls=planted.SITE_NORM,
     bound=(
         "streams: half an ulp (one fma) against FP64 of the same operands.  rinv: relative 2^-20: the sum "
         "of H squares has at most 4 ceil(H/1024) + 8 roundings of 2^-24 on positive terms, then division, "
@@ -88,6 +93,11 @@ SITE_MID: Final = KernelSpec(
     block=384,
     limits={"sm_90a": Limit(regs=72), "sm_80": Limit(regs=72)},
     reference="glue.Site",
+    rows={"u": 0, "inject": 0, "part_*": 1},
+    exempt={"order": "part_sum_v1 is followed by other functions in every kernel that uses it",
+            "integers": "passes through a sigmoid: integers have no exact answer",
+            "midpoints": "what is rounded has passed through a sigmoid: no input gives an exact tie"},
+    controls=planted.SITE_MID,
     bound=(
         "From the partial sums as given: the sum of U units errs by (U - 1) 2^-24 times the sum of "
         "magnitudes, which silu and sigmoid (slope <= 1.1 and 1/4) pass on; silu and sigmoid 3 ulp; then "
@@ -135,6 +145,11 @@ def _up(rows_max: int, registers: int) -> KernelSpec:
         blocks_per_sm=1,
         limits={"sm_90a": Limit(regs=registers), "sm_80": Limit(regs=registers)},
         reference="glue.Site",
+        rows={"u": 0, "streams": 0, "rinv": 0, "m": 0},
+        exempt={"integers": "passes through a sigmoid: integers have no exact answer",
+                "midpoints": "outputs are f32: nothing is rounded to f16",
+                **({} if rows_max == 8 else {"order": "compared from site_up_n8, on its cases"})},
+        controls=planted.SITE_UP_N8 if rows_max == 8 else planted.SITE_UP_N16,
         bound=(
             "From u and the weights as given: the chain of K/16 mma steps errs by 2^-23 of the largest term "
             "a step (bf16: two steps), sigmoid has slope 1/4 and 3 ulp, n three roundings, the chain over "
@@ -157,11 +172,16 @@ STREAM_ADD: Final = KernelSpec(
     limits={"sm_90a": Limit(regs=32), "sm_80": Limit(regs=32)},
     reference="orders.fma32",
     bound="half an ulp: one fma an element",
+    rows={"streams": 0, "y": 0, "inject": 0},
+    exempt={"order": "compared from site_norm, on its cases",
+            "midpoints": "outputs are f32: nothing is rounded to f16"},
+    controls=planted.STREAM_ADD,
     cases=(
         _case("one_row_128", hidden=128),
         _case("real_width", hidden=2560, rows=2),
         _case("all_rows", hidden=256, rows=16),
         _case("nonfinite", hidden=256, rows=3, special="nonfinite"),
+        _case("integers", hidden=256, rows=3, special="integers"),
     ),
 )
 

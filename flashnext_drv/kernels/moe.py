@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from . import planted_moe as planted
 from .spec import PTR, U32, Arg, Case, KernelSpec, Limit
 
 __all__ = ["KERNELS", "MAX_EXPERTS", "MOE_ACT", "MOE_INPUT", "MOE_SUM", "ROUTER_PICK"]
@@ -26,7 +27,8 @@ _WIDTH: Final = Arg("width_cap", U32, "largest expert width, multiple of 128")
 
 def _route(name: str, n_experts: int, n_active: int, rows: int, special: str = "") -> Case:
     return Case(
-        name, {"rows": rows, "rows_cap": 16, "n_experts": n_experts, "n_active": n_active, "special": special}
+        name, {"rows": rows, "rows_cap": 16, "n_experts": n_experts, "n_active": n_active, "special": special},
+        shows=("integers",) if special == "equal" else (),
     )
 
 
@@ -54,6 +56,9 @@ ROUTER_PICK: Final = KernelSpec(
     shared_bytes=10760,
     limits={"sm_90a": Limit(regs=64), "sm_80": Limit(regs=64)},
     reference="moe.route",
+    rows={"logits": 0, "shared": 0, "routes": 0},
+    exempt={"order": "the only kernel of its order", "midpoints": "outputs are f32: nothing is rounded to f16"},
+    controls=planted.ROUTER_PICK,
     bound=(
         "Choices exact.  Weights: exp 2 u and u |l - max| for its argument, in numerator and sum, n_active "
         "additions, one division (u = 2^-24): (5 + n_active + 2 max|l - max|) u relative.  Shared: sigmoid "
@@ -93,6 +98,10 @@ MOE_INPUT: Final = KernelSpec(
     block=128,
     limits={"sm_90a": Limit(regs=32), "sm_80": Limit(regs=32)},
     reference="orders.hadamard128",
+    rows={"m": 0, "x": 0, "routes": 0},
+    exempt={"integers": "the rotation's scale 1/sqrt(128) is no power of two: integers have no exact answer",
+            "midpoints": "what is rounded has passed through that scale: no input gives an exact tie"},
+    controls=planted.MOE_INPUT,
     bound="Equal in bits to the order's oracle: one product, seven stages, one scale, f16 once.",
     cases=(
         _case("one_row"),
@@ -132,6 +141,11 @@ MOE_ACT: Final = KernelSpec(
     block=128,
     limits={"sm_90a": Limit(regs=128), "sm_80": Limit(regs=128)},
     reference="moe.swiglu",
+    rows={"part": 1, "x": 0, "routes": 0},
+    exempt={"order": "part_sum_v1 is followed by other functions in every kernel that uses it",
+            "integers": "passes through silu: integers have no exact answer",
+            "midpoints": "what is rounded has passed through silu: no input gives an exact tie"},
+    controls=planted.MOE_ACT,
     bound=(
         "From gate and up as the order gives them (bit oracle): silu 6 u and the product; then suh, seven "
         "stages and the scale on the block's magnitudes: 16 u; then half an f16 ulp (u = 2^-24)."
@@ -159,6 +173,11 @@ MOE_SUM: Final = KernelSpec(
     shared_bytes=17160,
     limits={"sm_90a": Limit(regs=64), "sm_80": Limit(regs=64)},
     reference="moe.Experts",
+    rows={"part": 1, "y": 0, "routes": 0},
+    exempt={"order": "the only kernel of its order",
+            "integers": "the rotation's scale 1/sqrt(128) is no power of two: integers have no exact answer",
+            "midpoints": "outputs are f32: nothing is rounded to f16"},
+    controls=planted.MOE_SUM,
     bound="Equal in bits to the order's oracle.",
     cases=(
         _case("one_row"),

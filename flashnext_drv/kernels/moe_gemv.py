@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from . import planted_exl3 as planted
 from .spec import PTR, U32, Arg, Case, KernelSpec, Limit
 
 __all__ = ["KERNELS", "MOE_GEMV_DOWN", "MOE_GEMV_GU"]
@@ -19,9 +20,13 @@ _BOUND: Final = (
 _LIMITS: Final = {"sm_90a": Limit(72, 48, 7), "sm_80": Limit(72, 48, 7)}
 
 
+_EXEMPT: Final = {"midpoints": "outputs are f32: nothing is rounded to f16"}
+
+
 def _case(name: str, lines: str, **dims: int | str) -> Case:
     """lines: "<width>:<format of gate>,<of up>,<of down>" separated by ";", the shared expert last."""
-    return Case(name, {"lines": lines, "hidden": 256, "rows": 1, "rows_cap": 4, "n_slots": 3, **dims})
+    shows = ("integers",) if dims.get("data") == "onehot" else ()  # one right answer: the weight itself
+    return Case(name, {"lines": lines, "hidden": 256, "rows": 1, "rows_cap": 4, "n_slots": 3, **dims}, shows)
 
 
 _CASES: Final = (
@@ -97,6 +102,9 @@ MOE_GEMV_GU: Final = KernelSpec(
     blocks_per_sm=7,
     limits=_LIMITS,
     reference="exl3.decode_linear",
+    rows={"routes": 0, "x": 0, "part": 1},
+    exempt=_EXEMPT,
+    controls=planted.MOE_GEMV_GU,
     bound=_BOUND,
     cases=_CASES,
 )
@@ -116,6 +124,9 @@ MOE_GEMV_DOWN: Final = KernelSpec(
     blocks_per_sm=7,
     limits=_LIMITS,
     reference="exl3.decode_linear",
+    rows={"routes": 0, "x": 0, "part": 1},
+    exempt=_EXEMPT,
+    controls=planted.MOE_GEMV_DOWN,
     bound=_BOUND,
     cases=_CASES,
 )

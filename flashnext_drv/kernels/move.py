@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from . import planted_token as planted
 from .spec import PTR, U32, U64, Arg, Case, KernelSpec, Limit
 
 __all__ = ["KERNELS", "SYNTH_FILL"]
@@ -39,8 +40,12 @@ SYNTH_FILL: Final = KernelSpec(
     },
     reference="move.synth_fill",
     bound="exact: integers only",
+    exempt={"order": "no sum", "mates": "one tensor at a time: it has no rows",
+            "midpoints": "values are exact in the format by definition",
+            "nonfinite": "its inputs are integers"},
+    controls=planted.SYNTH_FILL,
     cases=(
-        Case("words", _FILL),
+        Case("words", _FILL, shows=("integers",)),
         Case("words_skewed", {**_FILL, "first": 5, "count": 2051, "at": 3}),
         Case("words_far", {**_FILL, "first": 16_320_078_336, "count": 1030, "at": 7}),
         Case("words_one", {**_FILL, "first": 7, "count": 1, "at": 5}),

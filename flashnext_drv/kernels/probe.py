@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from . import planted_probe as planted
 from .spec import PTR, U32, Arg, Case, KernelSpec
 
 __all__ = [
@@ -63,6 +64,9 @@ _ENDS: Final = {
 }
 
 
+_NO_ROWS: Final = {"order": "no order of sums is shared", "mates": "independent elements: it has no rows"}
+
+
 def _sweeps() -> tuple[Case, ...]:
     out = []
     for name, ends in _ENDS.items():
@@ -78,13 +82,21 @@ def _sweeps() -> tuple[Case, ...]:
                 )
     for name, step in (("max", 214743), ("f2h_f2b", 71579), ("u32_to_f32", 214739)):
         out.append(
-            Case(name, {"function": name, "start": 0, "step": step, "n": 20000 if step > 100000 else 60000})
+            Case(
+                name,
+                {"function": name, "start": 0, "step": step, "n": 20000 if step > 100000 else 60000},
+                shows=("integers",) if name == "u32_to_f32" else (),
+            )
         )
     out.append(Case("f2h_edges", {"function": "f2h_f2b", "start": 0x38000000, "step": 4093, "n": 40000}))
     for name in ("h2f", "b2f"):
         out.append(Case(name, {"function": name, "start": 0, "step": 1, "n": 65536}))
     for name in MATH_FUNCTIONS[:11]:  # zeros, subnormals, infinities, NaNs and their neighbours
-        out.append(Case(f"{name}_edges", {"function": name, "start": 0, "step": 0x007FFFFF, "n": 512}))
+        dims = {"function": name, "start": 0, "step": 0x007FFFFF, "n": 512}
+        out.append(Case(f"{name}_edges", dims, shows=("nonfinite",)))
+    for name, start, step in (("f2h_midpoints", 0x38801000, 0x2000), ("f2b_midpoints", 0x30808000, 0x10000)):
+        dims = {"function": "f2h_f2b", "start": start, "step": step, "n": 20000}
+        out.append(Case(name, dims, shows=("midpoints",)))
     return tuple(out)
 
 
@@ -102,6 +114,8 @@ MATH_SWEEP: Final = KernelSpec(
     grid="any",
     block=128,
     reference="check.cases_probe",
+    exempt=_NO_ROWS,
+    controls=planted.MATH_SWEEP,
     bound="ulps in cases_probe.ULPS: maxima over 2 million points a range, up to the next quarter",
     cases=_sweeps(),
 )
@@ -114,12 +128,18 @@ MATH_F64: Final = KernelSpec(
     grid="any",
     block=128,
     reference="check.cases_probe",
+    exempt={
+        **_NO_ROWS,
+        "integers": "sines and exponentials of integers have no exact answer",
+        "midpoints": "outputs are f64: nothing is rounded to f16",
+    },
+    controls=planted.MATH_F64,
     bound="sine, cosine 1e-15 absolute below 3e5; e^x 5e-16 relative",
     cases=(
         Case("angles", {"kind": "angles", "n": 4096}),
         Case("quadrants", {"kind": "quadrants", "n": 4096}),
         Case("exponents", {"kind": "exponents", "n": 4096}),
-        Case("edges", {"kind": "edges", "n": 64}),
+        Case("edges", {"kind": "edges", "n": 64}, shows=("nonfinite",)),
     ),
 )
 
@@ -140,6 +160,13 @@ _MMA_FAMILIES: Final = (
 )
 
 
+_MMA_SHOWS: Final[dict[str, tuple[str, ...]]] = {
+    "patterns": ("integers",),  # against an integer model
+    "infinities": ("nonfinite",),
+    "nans": ("nonfinite",),
+}
+
+
 def _mma(bf16: int) -> KernelSpec:
     name = "mma_tiles_bf16" if bf16 else "mma_tiles_f16"
     return KernelSpec(
@@ -157,8 +184,10 @@ def _mma(bf16: int) -> KernelSpec:
         block=128,
         defines=(("FN_PROBE_BF16", str(bf16)),),
         reference="check.mma_model",
+        exempt={**_NO_ROWS, "midpoints": "sums are cut toward zero: nothing is rounded to nearest"},
+        controls=planted.MMA_TILES_BF16 if bf16 else planted.MMA_TILES_F16,
         bound="bit for bit the integer model of the device's generation",
-        cases=tuple(Case(f, {"family": f, "n": 24}) for f in _MMA_FAMILIES),
+        cases=tuple(Case(f, {"family": f, "n": 24}, shows=_MMA_SHOWS.get(f, ())) for f in _MMA_FAMILIES),
     )
 
 
@@ -180,8 +209,13 @@ WARP_OPS: Final = KernelSpec(
     block=128,
     shared_bytes=2048,
     reference="check.cases_probe",
+    exempt={**_NO_ROWS, "midpoints": "nothing is rounded to f16"},
+    controls=planted.WARP_OPS,
     bound="bit for bit",
-    cases=(Case("plain", {"special": 0}), Case("nonfinite", {"special": 1})),
+    cases=(
+        Case("plain", {"special": 0}, shows=("integers",)),
+        Case("nonfinite", {"special": 1}, shows=("nonfinite",)),
+    ),
 )
 
 
@@ -200,10 +234,20 @@ def _turns(broken: int) -> KernelSpec:
         shared_bytes=1024,
         defines=(("FN_PROBE_BROKEN", str(broken)),),
         reference="check.cases_probe",
+        exempt={
+            **_NO_ROWS,
+            "midpoints": "nothing is rounded",
+            "nonfinite": "its inputs are integers",
+        },
+        controls=() if broken else planted.BARRIER_TURNS,
+        broken="leaves out a barrier on purpose: never launched on a GPU" if broken else "",
         bound="exact",
         cases=()
         if broken
-        else (Case("one_block", {"blocks": 1, "turns": 9}), Case("seven_blocks", {"blocks": 7, "turns": 3})),
+        else (
+            Case("one_block", {"blocks": 1, "turns": 9}, shows=("integers",)),
+            Case("seven_blocks", {"blocks": 7, "turns": 3}, shows=("integers",)),
+        ),
     )
 
 
@@ -223,6 +267,7 @@ FAULT: Final = KernelSpec(
     grid="any",
     block=128,
     shared_bytes=32,
+    broken="breaks the rule that `mode` names on purpose: launched by tests of the driver layer alone",
 )
 
 KERNELS: Final = (

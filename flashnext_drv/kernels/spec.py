@@ -17,6 +17,7 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120", "sm_121")
 # What `flashnext-drv check` shows of every kernel (check/stages.py says how); a kernel to which one cannot apply
 # says why in `exempt`.
 STAGES = ("fp64", "guards", "written", "repeat", "order", "mates", "integers", "midpoints", "nonfinite")
+_DATA_STAGES = ("integers", "midpoints", "nonfinite")
 CONTROL_KINDS = {
     "order": "a sum in another order", "leaf": "a part of a sum dropped", "rounding": "one rounding more",
     "barrier": "a barrier missing", "tail": "off by one at an end", "tie": "a tie decided the other way",
@@ -71,11 +72,18 @@ class Limit:
 @dataclass(frozen=True)
 class Case:
     """One named set of dimensions under which a kernel is checked; `dims` is read by the family's case
-    builder.  shows: the stages ("integers", "midpoints", "nonfinite") that this case's data are made for."""
+    builder.  shows: the stages ("integers", "midpoints", "nonfinite") that this case's data are made for; where
+    dims["special"] or dims["data"] is one of these words, or begins with it, it need not be said again."""
 
     name: str
     dims: Mapping[str, int | float | str]
     shows: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        words = (str(self.dims.get("special", "")), str(self.dims.get("data", "")))
+        said = tuple(stage for stage in _DATA_STAGES if stage not in self.shows
+                     and any(word.startswith(stage) for word in words))
+        object.__setattr__(self, "shows", (*self.shows, *said))
 
     def __getitem__(self, key: str) -> int | float | str:
         return self.dims[key]

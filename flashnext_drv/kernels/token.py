@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from . import planted_token as planted
 from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec, Limit
 
 __all__ = ["KERNELS", "MAX_ROW_DIM", "MAX_VOCAB"]
@@ -34,8 +35,12 @@ EMBED_ROWS: Final = KernelSpec(
           Arg("hidden", U32, "channels, multiple of 4")),
     grid="(ceil(hidden / 512), rows_cap)", block=128, limits=_limits(40, 12),
     reference="token.embed_rows", bound="exact",
-    cases=(Case("f16", {"rows": 3, "cap": 4, "hidden": 512, "format": 1}),
-           Case("bf16_ragged", {"rows": 5, "cap": 5, "hidden": 640, "format": 2})))
+    rows={"rows": 0, "streams": 0},
+    exempt={"order": "no sum", "integers": "copies: every case is compared bit for bit",
+            "midpoints": "both conversions are exact"},
+    controls=planted.EMBED_ROWS,
+    cases=(Case("f16", {"rows": 3, "cap": 4, "hidden": 512, "format": 1}, shows=("nonfinite",)),
+           Case("bf16_ragged", {"rows": 5, "cap": 5, "hidden": 640, "format": 2}, shows=("nonfinite",))))
 
 ROPE_ROWS: Final = KernelSpec(
     name="rope_rows", source="token/rope_rows.cu", order="rope_v1",
@@ -46,6 +51,12 @@ ROPE_ROWS: Final = KernelSpec(
           Arg("rope_block", PTR, "the same at 4 * (position >> 2)", "w")),
     grid="(rows_cap)", block=64, limits=_limits(64, 16),
     reference="token.rope_rows",
+    rows={"rows": 0, "rope": 0, "rope_block": 0},
+    exempt={"order": "the only kernel of its order",
+            "integers": "positions are integers; sines of them have no exact answer",
+            "midpoints": "outputs are f32: nothing is rounded to f16",
+            "nonfinite": "its inputs are integers and the pack's theta, which is checked when the pack is opened"},
+    controls=planted.ROPE_ROWS,
     bound="half an ulp of f32 plus 2e-15: the angle is exact by definition, sin and cos are within 1e-15 "
           "before the one rounding",
     cases=(Case("low", {"rows": 6, "cap": 6, "theta": 1e7, "rope_dim": 64, "positions": "0 1 2 3 300 2047"}),
@@ -73,13 +84,21 @@ NGRAM_ROWS: Final = KernelSpec(
           Arg("emb", PTR, "(rows_cap, n_heads * row_dim) f16, fragment order", "w")),
     grid="(n_heads, rows_cap)", block=128, shared_bytes=1032, limits=_limits(64, 8),
     reference="exl3.ngram_rows",
+    rows={"rows": 0, "emb": 0},
+    exempt={"order": "no sum"},
+    controls=planted.NGRAM_ROWS,
     bound="exact: integers, then one fp32 multiply, one add, one rounding to f16",
     cases=(*_BITS,
            Case("bits5_dim320", {"rows": 3, "cap": 3, "bits": 5, "dim": 320, "heads": 8, "bias": 1}),
            Case("bits4_nobias", {"rows": 3, "cap": 3, "bits": 4, "dim": 160, "heads": 16, "bias": 0}),
            Case("bf16", {"rows": 3, "cap": 4, "bits": 0, "dim": 160, "heads": 16, "bias": 0}),
            Case("bf16_bias_dim320", {"rows": 2, "cap": 2, "bits": 0, "dim": 320, "heads": 4, "bias": 1}),
-           Case("eos_places", {"rows": 8, "cap": 8, "bits": 3, "dim": 32, "heads": 4, "bias": 1})))
+           Case("eos_places", {"rows": 8, "cap": 8, "bits": 3, "dim": 32, "heads": 4, "bias": 1},
+                shows=("integers",)),
+           Case("midpoints", {"rows": 3, "cap": 3, "bits": 0, "dim": 32, "heads": 4, "bias": 1,
+                              "special": "midpoints"}),
+           Case("nonfinite", {"rows": 3, "cap": 3, "bits": 4, "dim": 32, "heads": 4, "bias": 1,
+                              "special": "nonfinite"})))
 
 PLE_MIX: Final = KernelSpec(
     name="ple_mix", source="token/ple_mix.cu", order="ple_v1",
@@ -96,11 +115,17 @@ PLE_MIX: Final = KernelSpec(
           Arg("eps", F32, "1e-7..1e-4")),
     grid="(4, rows_cap)", block=256, shared_bytes=256, limits=_limits(80, 3),
     reference="token.ple_mix",
+    rows={"key": 0, "value": 0, "streams": 0},
+    exempt={"order": "the only kernel of its order",
+            "integers": "passes through roots and a sigmoid: integers have no exact answer",
+            "midpoints": "what is rounded has passed through a root: no input gives an exact tie"},
+    controls=planted.PLE_MIX,
     bound="derived in check/cases_token.py from the rounding points of ple_v1",
     cases=(Case("one_row", {"cap": 1, "hidden": 256, "runs": "1"}),
            Case("three_runs", {"cap": 8, "hidden": 384, "runs": "3 1 2"}),
            Case("long_run", {"cap": 12, "hidden": 128, "runs": "9"}),
-           Case("real_width", {"cap": 2, "hidden": 2560, "runs": "1 1"})))
+           Case("real_width", {"cap": 2, "hidden": 2560, "runs": "1 1"}),
+           Case("nonfinite", {"cap": 8, "hidden": 256, "runs": "4 2", "special": "nonfinite"})))
 
 DRAW_ROWS: Final = KernelSpec(
     name="draw_rows", source="token/draw_rows.cu", order="draw_v1",
@@ -110,13 +135,16 @@ DRAW_ROWS: Final = KernelSpec(
           Arg("status", PTR, "(rows_cap) u32: 0, or 1 when a logit is NaN", "w"),
           Arg("vocab", U32, "tokens, 1..262144")),
     grid="(rows_cap)", block=1024, shared_bytes=44328, limits=_limits(64, 1),
+    rows={"rows": 0, "logits": 0, "tokens": 0, "status": 0},
+    exempt={"order": "the only kernel of its order", "midpoints": "outputs are integers"},
+    controls=planted.DRAW_ROWS,
     reference="check.draw_model.draw", bound="exact: the choice is made of integers and of fn_ functions",
     cases=(Case("greedy_ties", {"cap": 4, "vocab": 512, "kind": "greedy"}),
            Case("greedy_odd", {"cap": 2, "vocab": 1003, "kind": "greedy"}),
-           Case("nan", {"cap": 3, "vocab": 512, "kind": "nan"}),
+           Case("nan", {"cap": 3, "vocab": 512, "kind": "nan"}, shows=("nonfinite",)),
            Case("sampled_512", {"cap": 16, "vocab": 512, "kind": "sampled"}),
            Case("sampled_1024", {"cap": 16, "vocab": 1024, "kind": "sampled"}),
-           Case("flat_4096", {"cap": 8, "vocab": 4096, "kind": "flat"}),
+           Case("flat_4096", {"cap": 8, "vocab": 4096, "kind": "flat"}, shows=("integers",)),
            Case("real_vocab", {"cap": 3, "vocab": 248_320, "kind": "real"})))
 
 KERNELS: Final = (EMBED_ROWS, ROPE_ROWS, NGRAM_ROWS, PLE_MIX, DRAW_ROWS)

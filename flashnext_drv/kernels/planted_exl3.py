@@ -1,0 +1,477 @@
+"""Planted controls of the exl3 and moe_gemv families: what the check must report as wrong.
+
+Read by the declarations; made by kernels/planting.py, run by check/controls.py.  An edit's old text stands
+exactly once in its file: a changed kernel takes its controls along.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .spec import Control, Edit
+
+__all__ = [
+    "LINEAR_FINISH",
+    "LINEAR_GEMV_N8",
+    "LINEAR_GEMV_N16",
+    "LINEAR_INPUT",
+    "MOE_GEMV_DOWN",
+    "MOE_GEMV_GU",
+]
+
+_EXL3: Final = "exl3.cuh"
+_GEMV: Final = "exl3/linear_gemv.cu"
+_IN: Final = "exl3/linear_input.cu"
+_OUT: Final = "exl3/linear_finish.cu"
+_SLOT: Final = "moe/gemv_slot.cuh"
+_GU: Final = "moe/moe_gemv_gu.cu"
+_DOWN: Final = "moe/moe_gemv_down.cu"
+_WIDTHS: Final = (
+    "        FN_WIDTHS(0)\n        FN_WIDTHS(1)\n        FN_WIDTHS(2)\n"
+    "        FN_TRELLIS(3, 2)\n        FN_TRELLIS(5, 2)\n        FN_TRELLIS(7, 2)\n"
+)
+# Only the decoders of mul1 with 3 and 5 bits: what the cases of these controls use, at a tenth of the time.
+_NARROW: Final = Edit(_EXL3, _WIDTHS, "        FN_TRELLIS(6, 2)\n        FN_TRELLIS(10, 2)\n")
+
+
+def _one(name: str, kind: str, file: str, old: str, new: str, *cases: str) -> Control:
+    return Control(name, kind, (Edit(file, old, new),), cases)
+
+
+def _dot(name: str, kind: str, file: str, old: str, new: str, *cases: str) -> Control:
+    return Control(name, kind, (_NARROW, Edit(file, old, new)), cases)
+
+
+LINEAR_INPUT: Final = (
+    _one(
+        "unscaled",
+        "scale",
+        _EXL3,
+        "    for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], s[i]);\n    fn_hadamard128(v);\n",
+        "    for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], s[i]);\n"
+        "    fn_hadamard128(v);\n"
+        "    for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], 11.3137085f);\n",
+    ),
+    _one(
+        "product_f16",
+        "rounding",
+        _EXL3,
+        "v[i] = fn_mul(v[i], s[i]);\n    fn_hadamard128(v);",
+        "v[i] = fn_h2f(fn_f2h(fn_mul(v[i], s[i])));\n    fn_hadamard128(v);",
+    ),
+    _one(
+        "natural_order",
+        "layout",
+        _EXL3,
+        "u32* at = reinterpret_cast<u32*>(row + fn_frag_pos(k));\n"
+        "    at[0] = fn_pack_h2(v[0], v[1]);\n"
+        "    at[2]",
+        "u32* at = reinterpret_cast<u32*>(row + k);\n    at[0] = fn_pack_h2(v[0], v[1]);\n    at[1]",
+    ),
+    _one(
+        "ties_away",
+        "tie",
+        _IN,
+        "    fn_linear_store_input(v,",
+        "    for (u32 i = 0; i < 4; i++) v[i] = fn_u2f(fn_f2u(v[i]) + 1u);\n    fn_linear_store_input(v,",
+        "midpoints",
+    ),
+    _one(
+        "padding_row", "stale", _IN, "if (row >= round->n_rows) return;", "if (row > round->n_rows) return;"
+    ),
+    _one(
+        "beyond_k",
+        "tail",
+        _EXL3,
+        "    if (k < linear.k) fn_store_frag4",
+        "    if (k <= linear.k) fn_store_frag4",
+        "plain",
+    ),
+    _one("first_linear", "index", _IN, "linears[blockIdx.y];", "linears[0];", "blocks", "mixed"),
+)
+
+LINEAR_GEMV_N8: Final = (
+    _dot(
+        "k_falling",
+        "order",
+        _EXL3,
+        "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);",
+        "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[depth - 1u - i], x[depth - 1u - i], d);",
+        "leaves2",
+        "segments2",
+    ),
+    _dot("last_step", "tail", _EXL3, "k1 = k0 + size;", "k1 = k0 + size - 16u;", "leaves2", "segments2"),
+    _dot(
+        "sum_f16",
+        "rounding",
+        _EXL3,
+        "                fn_mma_f16(d[tile][r], a, b);",
+        "                fn_mma_f16(d[tile][r], a, b);\n"
+        "                for (int i = 0; i < 4; i++) d[tile][r][i] = fn_h2f(fn_f2h(d[tile][r][i]));",
+        "leaves2",
+        "segments2",
+    ),
+    _dot(
+        "codebook_split",
+        "contraction",
+        _EXL3,
+        "return fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0xC931C931u);",
+        "return fn_hadd2(fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0x80008000u), 0xC931C931u);",
+        "leaves2",
+        "segments2",
+    ),
+    _dot(
+        "from_one",
+        "scale",
+        _EXL3,
+        "for (int i = 0; i < 8; i++) d[i >> 2][r][i & 3] = 0.f;",
+        "for (int i = 0; i < 8; i++) d[i >> 2][r][i & 3] = 0x1p-20f;",
+        "leaves2",
+        "segments2",
+    ),
+    _dot(
+        "bf16_low_first",
+        "order",
+        _EXL3,
+        "                fn_mma_bf16(d[tile][r], a, hi);\n                fn_mma_bf16(d[tile][r], a, lo);",
+        "                fn_mma_bf16(d[tile][r], a, lo);\n                fn_mma_bf16(d[tile][r], a, hi);",
+        "bf16_512x1",
+        "bf16_512x4",
+        "bf16_512x48",
+    ),
+    _dot("bf16_no_low", "leaf", _EXL3, "                fn_mma_bf16(d[tile][r], a, lo);\n", "", "bf16_512x1"),
+    _dot("rest_lost", "leaf", _EXL3, "while (n_rest--) {", "while (n_rest-- > 1u) {", "f16_80x1"),
+    _dot(
+        "next_row",
+        "stale",
+        _GEMV,
+        "rows.at[r] += (u64)row * linear.x_stride;",
+        "rows.at[r] += (u64)(row + 1u) * linear.x_stride;",
+        "leaves2",
+        "leaves4",
+    ),
+    _dot(
+        "padding_row",
+        "stale",
+        _GEMV,
+        "if (row < n_rows && output < n)",
+        "if (row <= n_rows && output < n)",
+        "leaves2",
+        "leaves4",
+    ),
+    _dot(
+        "last_output",
+        "tail",
+        _GEMV,
+        "if (row < n_rows && output < n)",
+        "if (row < n_rows && output + 1u < n)",
+        "leaves2",
+    ),
+    _dot(
+        "other_linear",
+        "index",
+        _GEMV,
+        "if (linears[i].first_warp <= warp) j = i;",
+        "if (linears[i].first_warp < warp) j = i;",
+        "one_step",
+    ),
+)
+
+LINEAR_GEMV_N16: Final = (
+    _dot(
+        "k_falling",
+        "order",
+        _EXL3,
+        "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);",
+        "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[depth - 1u - i], x[depth - 1u - i], d);",
+        "leaves2",
+        "segments2",
+    ),
+    _dot("last_step", "tail", _EXL3, "k1 = k0 + size;", "k1 = k0 + size - 16u;", "leaves2", "segments2"),
+    _dot(
+        "sum_f16",
+        "rounding",
+        _EXL3,
+        "                fn_mma_f16(d[tile][r], a, b);",
+        "                fn_mma_f16(d[tile][r], a, b);\n"
+        "                for (int i = 0; i < 4; i++) d[tile][r][i] = fn_h2f(fn_f2h(d[tile][r][i]));",
+        "leaves2",
+        "segments2",
+    ),
+    _dot(
+        "codebook_split",
+        "contraction",
+        _EXL3,
+        "return fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0xC931C931u);",
+        "return fn_hadd2(fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0x80008000u), 0xC931C931u);",
+        "leaves2",
+        "segments2",
+    ),
+    _dot(
+        "from_one",
+        "scale",
+        _EXL3,
+        "for (int i = 0; i < 8; i++) d[i >> 2][r][i & 3] = 0.f;",
+        "for (int i = 0; i < 8; i++) d[i >> 2][r][i & 3] = 0x1p-20f;",
+        "leaves2",
+        "segments2",
+    ),
+    _dot(
+        "bf16_low_first",
+        "order",
+        _EXL3,
+        "                fn_mma_bf16(d[tile][r], a, hi);\n                fn_mma_bf16(d[tile][r], a, lo);",
+        "                fn_mma_bf16(d[tile][r], a, lo);\n                fn_mma_bf16(d[tile][r], a, hi);",
+        "bf16_512x1",
+        "bf16_512x4",
+        "bf16_512x48",
+    ),
+    _dot("bf16_no_low", "leaf", _EXL3, "                fn_mma_bf16(d[tile][r], a, lo);\n", "", "bf16_512x1"),
+    _dot("rest_lost", "leaf", _EXL3, "while (n_rest--) {", "while (n_rest-- > 1u) {", "f16_80x1"),
+    _dot(
+        "next_row",
+        "stale",
+        _GEMV,
+        "rows.at[r] += (u64)row * linear.x_stride;",
+        "rows.at[r] += (u64)(row + 1u) * linear.x_stride;",
+        "leaves2",
+        "leaves4",
+    ),
+    _dot(
+        "padding_row",
+        "stale",
+        _GEMV,
+        "if (row < n_rows && output < n)",
+        "if (row <= n_rows && output < n)",
+        "leaves2",
+        "leaves4",
+    ),
+    _dot(
+        "last_output",
+        "tail",
+        _GEMV,
+        "if (row < n_rows && output < n)",
+        "if (row < n_rows && output + 1u < n)",
+        "leaves2",
+    ),
+    _dot(
+        "other_linear",
+        "index",
+        _GEMV,
+        "if (linears[i].first_warp <= warp) j = i;",
+        "if (linears[i].first_warp < warp) j = i;",
+        "one_step",
+    ),
+)
+
+LINEAR_FINISH: Final = (
+    _one(
+        "segments_falling",
+        "order",
+        _EXL3,
+        "p = fn_ld(reinterpret_cast<const float4*>(at + s * stride));",
+        "p = fn_ld(reinterpret_cast<const float4*>(at + (segments - s) * stride));",
+        "segments",
+        "leaves",
+    ),
+    Control(
+        "leaves_in_order",
+        "order",
+        (
+            Edit(
+                _EXL3,
+                "        if (!(leaf & 1u)) { fn_copy4(one, v); continue; }\n"
+                "        fn_add4(v, one);\n"
+                "        if (!(leaf & 2u)) { fn_copy4(two, v); continue; }\n"
+                "        fn_add4(v, two);\n"
+                "        if (!(leaf & 4u)) { fn_copy4(four, v); continue; }\n"
+                "        fn_add4(v, four);\n",
+                "        if (leaf) fn_add4(v, one);\n        fn_copy4(one, v);\n",
+            ),
+        ),
+        cases=("leaves",),
+    ),
+    _one(
+        "last_leaf",
+        "leaf",
+        _EXL3,
+        "float one[4] = {0.f, 0.f, 0.f, 0.f}, two[4] = {0.f, 0.f, 0.f, 0.f}, four[4] = {0.f, 0.f, 0.f, 0.f};\n",
+        "float one[4] = {0.f, 0.f, 0.f, 0.f}, two[4] = {0.f, 0.f, 0.f, 0.f}, four[4] = {0.f, 0.f, 0.f, 0.f};\n"
+        "    if (leaves > 1u) leaves /= 2u;\n",
+        "leaves",
+    ),
+    _one(
+        "unscaled",
+        "scale",
+        _EXL3,
+        "    fn_hadamard128(v);\n"
+        "#pragma unroll\n"
+        "    for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], s[i]);\n"
+        "}",
+        "    fn_hadamard128(v);\n"
+        "#pragma unroll\n"
+        "    for (int i = 0; i < 4; i++) v[i] = fn_mul(fn_mul(v[i], 11.3137085f), s[i]);\n"
+        "}",
+    ),
+    _one(
+        "contracted",
+        "contraction",
+        _EXL3,
+        "for (int i = 0; i < 4; i++) v[i] = fn_add(v[i], b[i]);",
+        "for (int i = 0; i < 4; i++) v[i] = fn_fma(v[i], 0x1.000002p+0f, b[i]);",
+        "bias",
+    ),
+    _one(
+        "sum_f16",
+        "rounding",
+        _OUT,
+        "    fn_linear_finish_block(linear, round->rows_cap, row, block, v);\n",
+        "    fn_linear_finish_block(linear, round->rows_cap, row, block, v);\n"
+        "    for (u32 i = 0; i < 4; i++) v[i] = fn_h2f(fn_f2h(v[i]));\n",
+    ),
+    _one(
+        "padding_row", "stale", _OUT, "if (row >= round->n_rows) return;", "if (row > round->n_rows) return;"
+    ),
+    _one("last_output", "tail", _OUT, "if (n + i < linear.n) out[i]", "if (n + i + 1u < linear.n) out[i]"),
+)
+
+MOE_GEMV_GU: Final = (
+    _dot(
+        "k_falling",
+        "order",
+        _EXL3,
+        "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);",
+        "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[depth - 1u - i], x[depth - 1u - i], d);",
+        "segments",
+        "one_row",
+    ),
+    _dot("last_step", "tail", _EXL3, "k1 = k0 + size;", "k1 = k0 + size - 16u;", "segments", "one_row"),
+    _dot(
+        "sum_f16",
+        "rounding",
+        _EXL3,
+        "                fn_mma_f16(d[tile][r], a, b);",
+        "                fn_mma_f16(d[tile][r], a, b);\n"
+        "                for (int i = 0; i < 4; i++) d[tile][r][i] = fn_h2f(fn_f2h(d[tile][r][i]));",
+        "segments",
+        "one_row",
+    ),
+    _dot(
+        "codebook_split",
+        "contraction",
+        _EXL3,
+        "return fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0xC931C931u);",
+        "return fn_hadd2(fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0x80008000u), 0xC931C931u);",
+        "segments",
+        "one_row",
+    ),
+    _dot(
+        "from_one",
+        "scale",
+        _EXL3,
+        "for (int i = 0; i < 8; i++) d[i >> 2][r][i & 3] = 0.f;",
+        "for (int i = 0; i < 8; i++) d[i >> 2][r][i & 3] = 0x1p-20f;",
+        "segments",
+        "one_row",
+    ),
+    _dot(
+        "other_segments",
+        "order",
+        _EXL3,
+        "leaf >= 512u * s) s *= 2u;",
+        "leaf >= 1024u * s) s *= 2u;",
+        "segments",
+    ),
+    _dot(
+        "last_unit",
+        "leaf",
+        _SLOT,
+        "if (unit >= units) return;",
+        "if (unit + 1u >= units) return;",
+        "segments",
+    ),
+    _dot("rows_mixed", "layout", _SLOT, "part[8] = d[0][0][2];", "part[8] = d[0][0][0];", "one_row"),
+    _dot(
+        "first_slot",
+        "stale",
+        _GU,
+        "(u64)row * n_slots + (blockIdx.y >> 1)]",
+        "(u64)row * n_slots]",
+        "one_row",
+    ),
+    _dot(
+        "gate_for_up",
+        "index",
+        _GU,
+        "blockIdx.y & 1u ? line.up : line.gate",
+        "blockIdx.y & 1u ? line.gate : line.gate",
+        "one_row",
+    ),
+)
+
+MOE_GEMV_DOWN: Final = (
+    _dot(
+        "k_falling",
+        "order",
+        _EXL3,
+        "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);",
+        "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[depth - 1u - i], x[depth - 1u - i], d);",
+        "segments",
+        "one_row",
+    ),
+    _dot("last_step", "tail", _EXL3, "k1 = k0 + size;", "k1 = k0 + size - 16u;", "segments", "one_row"),
+    _dot(
+        "sum_f16",
+        "rounding",
+        _EXL3,
+        "                fn_mma_f16(d[tile][r], a, b);",
+        "                fn_mma_f16(d[tile][r], a, b);\n"
+        "                for (int i = 0; i < 4; i++) d[tile][r][i] = fn_h2f(fn_f2h(d[tile][r][i]));",
+        "segments",
+        "one_row",
+    ),
+    _dot(
+        "codebook_split",
+        "contraction",
+        _EXL3,
+        "return fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0xC931C931u);",
+        "return fn_hadd2(fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0x80008000u), 0xC931C931u);",
+        "segments",
+        "one_row",
+    ),
+    _dot(
+        "from_one",
+        "scale",
+        _EXL3,
+        "for (int i = 0; i < 8; i++) d[i >> 2][r][i & 3] = 0.f;",
+        "for (int i = 0; i < 8; i++) d[i >> 2][r][i & 3] = 0x1p-20f;",
+        "segments",
+        "one_row",
+    ),
+    _dot(
+        "other_segments",
+        "order",
+        _EXL3,
+        "leaf >= 512u * s) s *= 2u;",
+        "leaf >= 1024u * s) s *= 2u;",
+        "segments",
+    ),
+    _dot(
+        "last_unit",
+        "leaf",
+        _SLOT,
+        "if (unit >= units) return;",
+        "if (unit + 1u >= units) return;",
+        "segments",
+    ),
+    _dot("rows_mixed", "layout", _SLOT, "part[8] = d[0][0][2];", "part[8] = d[0][0][0];", "one_row"),
+    _dot(
+        "first_slot",
+        "stale",
+        _DOWN,
+        "lines[routes[dot].expert]",
+        "lines[routes[(u64)row * n_slots].expert]",
+        "one_row",
+    ),
+    _dot("next_operand", "index", _DOWN, "x + dot * width_cap", "x + (dot ^ 1u) * width_cap", "segments"),
+)

@@ -1,0 +1,135 @@
+"""Planted controls of the gdn family: what the check must report as wrong.
+
+Read by the declarations; made by kernels/planting.py, run by check/controls.py.  An edit's old text stands
+exactly once in its file: a changed kernel takes its controls along.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .spec import Control, Edit
+
+__all__ = ["GDN_CONV", "GDN_GATE_INPUT", "GDN_STEP"]
+
+_CONV: Final = "gdn/gdn_conv.cu"
+_STEP: Final = "gdn/gdn_step.cu"
+_GATE: Final = "gdn/gdn_gate_input.cu"
+
+
+def _one(name: str, kind: str, file: str, old: str, new: str, *cases: str) -> Control:
+    return Control(name, kind, (Edit(file, old, new),), cases)
+
+
+GDN_CONV: Final = (
+    _one(
+        "split",
+        "contraction",
+        _CONV,
+        "v = fn_fma(tap.w, fn_h2f(h3), v);",
+        "v = fn_add(fn_mul(tap.w, fn_h2f(h3)), v);",
+    ),
+    _one("oldest_tap", "leaf", _CONV, "float v = fn_mul(tap.x, fn_h2f(h0));", "float v = 0.f;"),
+    _one(
+        "rounded_twice", "rounding", _CONV, "u16 h3 = fn_f2h(next);", "u16 h3 = fn_f2h(fn_b2f(fn_f2b(next)));"
+    ),
+    _one(
+        "ties_away",
+        "tie",
+        _CONV,
+        "u16 h3 = fn_f2h(next);",
+        "u16 h3 = fn_f2h(fn_u2f(fn_f2u(next) + 1u));",
+        "midpoints",
+    ),
+    _one("old_tail", "stale", _CONV, "tail[0] = h0;", "tail[0] = h1;"),
+    _one(
+        "last_row",
+        "tail",
+        _CONV,
+        "for (u32 r = 0; r < run.n_rows; r++) {",
+        "for (u32 r = 0; r + 1u < run.n_rows; r++) {",
+    ),
+)
+
+GDN_STEP: Final = (
+    _one(
+        "lanes_crosswise",
+        "order",
+        _STEP,
+        "    return fn_warp_sum4(acc);",
+        "    acc = fn_add(acc, fn_shfl_xor(acc, 2u));\n    return fn_add(acc, fn_shfl_xor(acc, 1u));",
+    ),
+    _one(
+        "update_split",
+        "contraction",
+        _STEP,
+        "make_float4(fn_fma(k[m].x, delta, M[m].x),",
+        "make_float4(fn_add(fn_mul(k[m].x, delta), M[m].x),",
+    ),
+    _one(
+        "seven_eighths",
+        "leaf",
+        _STEP,
+        "    for (int m = 0; m < 8; m++) {\n        acc = fn_fma(x[m].x",
+        "    for (int m = 0; m < 7; m++) {\n        acc = fn_fma(x[m].x",
+    ),
+    _one(
+        "query_unscaled",
+        "scale",
+        _STEP,
+        "q[m] = times(times(q[m], rq), KEY_SCALE);",
+        "q[m] = times(q[m], rq);",
+    ),
+    _one(
+        "decay_f16",
+        "rounding",
+        _STEP,
+        "M[m] = times(M[m], decay);",
+        "M[m] = times(M[m], fn_h2f(fn_f2h(decay)));",
+    ),
+    _one("old_state", "stale", _STEP, "if (r == 0) {", "if (r != 1u) {", "window", "mixed_runs"),
+    _one(
+        "other_key_head",
+        "index",
+        _STEP,
+        "key_head = head / (n_v / n_k)",
+        "key_head = head % n_k",
+        "mixed_runs",
+    ),
+)
+
+GDN_GATE_INPUT: Final = (
+    _one(
+        "unscaled",
+        "scale",
+        _GATE,
+        "        fn_hadamard128(v);\n",
+        "        fn_hadamard128(v);\n        for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], 11.3137085f);\n",
+    ),
+    _one(
+        "gate_f16",
+        "rounding",
+        _GATE,
+        "fn_gate(a[i], gate != 0));",
+        "fn_h2f(fn_f2h(fn_gate(a[i], gate != 0))));",
+    ),
+    _one("other_gate", "index", _GATE, "fn_gate(a[i], gate != 0)", "fn_gate(a[i], gate == 0)"),
+    _one(
+        "other_place", "layout", _GATE, "128u * head + 4u * lane, v);", "128u * head + 4u * (lane ^ 1u), v);"
+    ),
+    _one(
+        "padding_row",
+        "stale",
+        _GATE,
+        "if (row >= n_rows || head >= n_v) return;",
+        "if (row > n_rows || head >= n_v) return;",
+    ),
+    _one(
+        "three_of_four",
+        "leaf",
+        _GATE,
+        "for (int i = 0; i < 4; i++) sum = fn_fma",
+        "for (int i = 0; i < 3; i++) sum = fn_fma",
+    ),
+    _one("last_head", "tail", _GATE, "|| head >= n_v) return;", "|| head + 1u >= n_v) return;"),
+)
