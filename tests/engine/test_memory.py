@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from flashnext_drv.drv import api, faults
+from flashnext_drv.drv import api
 from flashnext_drv.drv.context import Context
-from flashnext_drv.engine.engine import Engine, Limits
+from flashnext_drv.engine.engine import Engine
 from flashnext_drv.engine.rank import plan
-from flashnext_drv.errors import FlashNextError
 from flashnext_drv.ledger import Ledger
 
 pytestmark = pytest.mark.sim
@@ -75,61 +73,3 @@ def test_embedded_in_a_process_with_its_own_context(
             assert int(api.cuCtxGetCurrent()) == before
         assert int(api.cuCtxGetCurrent()) == before
     ledger.require_empty()
-
-
-def three_tokens(micro: Path, device: str) -> None:
-    with Engine.open(micro, Limits(context_tokens=64), device=device) as engine:
-        engine.generate([5, 6], max_new_tokens=3, stop_ids=())
-
-
-def failing_run(micro: Path, device: str, n: int, forever: bool) -> tuple[str, Ledger | None]:
-    """Open and draw 3 tokens with the n-th driver call failing: what came of it, and the ledger."""
-    kept: list[Ledger] = []
-    original = Ledger.__init__
-
-    def remember(self: Ledger) -> None:
-        original(self)
-        kept.append(self)
-
-    Ledger.__init__ = remember  # type: ignore[method-assign]
-    try:
-        with faults.fail_nth(n, 2, forever=forever):
-            three_tokens(micro, device)
-        outcome = "completed"
-    except (FlashNextError, ExceptionGroup) as error:
-        outcome = f"{type(error).__name__}: {error}"
-    finally:
-        Ledger.__init__ = original  # type: ignore[method-assign]
-    return outcome, kept[0] if kept else None
-
-
-def sweep(micro: Path, device: str, chosen: Callable[[list[str]], list[int]]) -> None:
-    three_tokens(micro, device)  # the simulator is built and loaded before calls are counted
-    with faults.count_calls() as count:
-        three_tokens(micro, device)
-    wrong = []
-    for n in chosen(count.names):
-        for forever in (False, True):
-            outcome, ledger = failing_run(micro, device, n, forever)
-            left = [str(entry) for entry in ledger] if ledger is not None else []
-            if left or (outcome == "completed" and forever):
-                wrong.append((n, count.names[n - 1], forever, outcome, left))
-    assert not wrong, wrong[:5]
-    three_tokens(micro, device)
-
-
-def test_a_failure_at_each_kind_of_call_leaves_nothing(micro: Path, device: str) -> None:
-    """The first, one middle and the last call of every name, once and from there on."""
-
-    def chosen(names: list[str]) -> list[int]:
-        places: dict[str, list[int]] = {}
-        for i, name in enumerate(names, 1):
-            places.setdefault(name, []).append(i)
-        return sorted({n for at in places.values() for n in (at[0], at[len(at) // 2], at[-1])})
-
-    sweep(micro, device, chosen)
-
-
-@pytest.mark.slow
-def test_a_failure_at_any_call_leaves_nothing(micro: Path, device: str) -> None:
-    sweep(micro, device, lambda names: list(range(1, len(names) + 1)))

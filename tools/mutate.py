@@ -1,0 +1,368 @@
+#!/usr/bin/env python3
+"""Mutation testing: makes one small edit at a time in a copy of the tree and runs the tests that concern the
+file; a mutant that no test notices is a missing test.
+
+    python tools/mutate.py --list [--kind barrier] [--path cuda_src/moe]    every mutant, one a line
+    python tools/mutate.py --sample 120 --seed 0 [--jobs 1] [--out FILE]     a seeded sample, each kind in it
+    python tools/mutate.py --one ID                                          one mutant, with the test's words
+    python tools/mutate.py --again FILE                                      the missed ones of an earlier run
+
+The sites are found by tools/mutate_sites.py.  Nothing is edited in the tree itself: the files that git knows
+are copied, changed and tested in a temporary folder, with a simulator cache of its own that starts with the
+user's objects, so a kernel mutant compiles its own object only.  Outcomes:
+
+    caught   a test failed, and passes without the edit     hang      no end within the time limit
+    missed   every test passed                              crash     the process of the tests died
+    invalid  the edit does not compile; another one of its kind is drawn instead
+
+tools/mutate_equivalent.json lists by id the mutants that change nothing a test could see, each with its
+reason; they are not run, and the list is printed.  Exit status 0: all caught (hangs count as caught).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from mutate_sites import KINDS, Mutant, find_all
+
+__all__ = ["Result", "equivalents", "main", "sample", "stages", "table"]
+
+ROOT = Path(__file__).resolve().parents[1]
+EQUIVALENT = Path(__file__).with_name("mutate_equivalent.json")
+BUILD_LIMIT_S = 900.0
+FLOOR = 6               # of each kind in a sample, where there are as many
+
+# For files whose name starts so, in order, the first that fits: what to run first, what to run then.
+_ENGINE = ("tests/engine/test_golden.py", "tests/engine/test_bad_use.py")
+_BYTES = ("tests/engine/test_invariance.py::test_page_order_does_not_change_bytes",
+          "tests/engine/test_invariance.py::test_slot_used_before_gives_the_same_bytes",
+          "tests/engine/test_invariance.py::test_row_among_other_sequences_equals_row_alone")
+_WHOLE = ("tests/faults/test_graph_fallback.py", "tests/engine/test_memory.py", *_BYTES,
+          "tests/faults/test_sweep.py")
+TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("cuda_src/tables.cuh", ("tests/host/test_build.py", "tests/host/test_catalog.py"), _ENGINE),
+    ("cuda_src/exl3.cuh", ("tests/contracts/test_exl3.py",),
+     ("tests/contracts/test_moe_gemv.py", "tests/contracts/test_glue.py", *_ENGINE)),
+    ("cuda_src/moe/moe_gemv", ("tests/contracts/test_moe_gemv.py",), _ENGINE),
+    ("cuda_src/moe/gemv_slot", ("tests/contracts/test_moe_gemv.py",), _ENGINE),
+    ("cuda_src/math.cuh", ("tests/contracts/test_math.py",),
+     ("tests/contracts/test_glue.py", "tests/contracts/test_token.py", *_ENGINE)),
+    ("cuda_src/prelude.cuh", ("tests/contracts/test_math.py",),
+     ("tests/contracts/test_exl3.py", "tests/contracts/test_glue.py", *_ENGINE)),
+    ("cuda_src/warp.cuh", ("tests/contracts/test_math.py",),
+     ("tests/contracts/test_exl3.py", "tests/contracts/test_token.py", *_ENGINE)),
+    ("cuda_src/mma.cuh", ("tests/contracts/test_mma.py",), ("tests/contracts/test_exl3.py", *_ENGINE)),
+    ("flashnext_drv/lifetime.py", ("tests/host/test_lifetime.py",),
+     ("tests/drv/test_memory.py", "tests/drv/test_graph.py", "tests/drv/test_faults.py", *_ENGINE)),
+    ("flashnext_drv/ledger.py", ("tests/host/test_ledger.py",),
+     ("tests/drv/test_memory.py", "tests/drv/test_context.py", "tests/engine/test_memory.py")),
+    ("flashnext_drv/drv/api.py", ("tests/drv/test_faults.py", "tests/drv/test_context.py",
+                                  "tests/host/test_errors.py"),
+     ("tests/drv", *_ENGINE, "tests/faults/test_sweep.py")),
+    ("flashnext_drv/drv/graph.py", ("tests/drv/test_graph.py", "tests/drv/test_faults.py"),
+     ("tests/drv/test_context.py", "tests/faults/test_graph_fallback.py", "tests/faults/test_sweep.py")),
+    ("flashnext_drv/drv/module.py", ("tests/drv/test_launch.py", "tests/drv/test_faults.py",
+                                     "tests/drv/test_graph.py"),
+     ("tests/drv/test_images.py", "tests/drv/test_context.py", "tests/engine/test_memory.py")),
+    ("flashnext_drv/drv/", ("tests/drv/test_context.py", "tests/drv/test_memory.py",
+                            "tests/drv/test_faults.py", "tests/drv/test_graph.py"),
+     ("tests/drv/test_broken_device.py", *_ENGINE, "tests/engine/test_memory.py",
+      "tests/faults/test_sweep.py")),
+    ("flashnext_drv/state/", _ENGINE, _WHOLE),
+    ("flashnext_drv/engine/", _ENGINE, ("tests/host/test_device_warning.py", *_WHOLE)),
+    ("flashnext_drv/kernels/bind.py", ("tests/drv/test_launch.py", "tests/drv/test_images.py"),
+     ("tests/drv/test_faults.py", "tests/host/test_device_warning.py", "tests/drv/test_context.py",
+      "tests/engine/test_golden.py")),
+    ("flashnext_drv/kernels/", ("tests/host/test_catalog.py", "tests/host/test_build.py"),
+     ("tests/drv/test_images.py", "tests/drv/test_launch.py", *_ENGINE)),
+    ("flashnext_drv/model/layout.py", _ENGINE, ("tests/host/test_cli_usage.py", *_WHOLE)),
+    ("flashnext_drv/model/linears.py", ("tests/engine/test_golden.py", "tests/contracts/test_exl3.py"),
+     _ENGINE),
+    ("flashnext_drv/model/steps.py", _ENGINE, _BYTES),
+    ("flashnext_drv/model/", ("tests/host/test_config.py", "tests/host/test_pack.py",
+                              "tests/host/test_manifest.py", "tests/host/test_synth.py"),
+     ("tests/host/test_pack_bad.py", "tests/host/test_ref_packs.py", "tests/contracts/test_move.py",
+      "tests/engine/test_golden.py", "tests/host/test_cli_usage.py")),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a mutant.  by: the test that failed, or what the build said."""
+
+    id: str
+    kind: str
+    where: str
+    outcome: str
+    by: str
+    seconds: float
+
+
+def stages(mutant: Mutant, root: Path = ROOT) -> list[list[str]]:
+    """pytest arguments of each stage, narrow first."""
+    if mutant.path.startswith("cuda_src/"):
+        family = mutant.path.split("/")[1]
+        own = f"tests/contracts/test_{family}.py"
+        fits = next(((a, b) for start, a, b in TESTS if mutant.path.startswith(start)), ((own,), _ENGINE))
+        first, then = fits
+        names = _kernel_names(mutant.path)
+        narrow = [[*first, "-k", " or ".join(names)]] if names else []
+        return [*narrow, [*first], [*then, *_BYTES]]
+    for start, first, then in TESTS:
+        if mutant.path.startswith(start):
+            return [list(first), list(then)]
+    raise ValueError(f"no tests are named for {mutant.path}: add them to TESTS in tools/mutate.py")
+
+
+def _kernel_names(path: str) -> list[str]:
+    sys.path.insert(0, str(ROOT))
+    from flashnext_drv.kernels import catalog
+    return sorted(s.name for s in catalog.specs() if f"cuda_src/{s.source}" == path)
+
+
+def equivalents() -> dict[str, str]:
+    """id -> reason of the mutants that are not run."""
+    read: dict[str, str] = json.loads(EQUIVALENT.read_text(encoding="utf-8"))
+    return read
+
+
+def sample(found: Sequence[Mutant], n: int, seed: int) -> tuple[list[Mutant], list[Mutant]]:
+    """n mutants, every kind in it, and the order in which spare ones replace invalid ones.
+
+    Each kind gets FLOOR (or all it has), the rest goes by how many a kind has.
+    """
+    choose = random.Random(seed)
+    mixed = sorted(found, key=lambda m: m.id)
+    choose.shuffle(mixed)
+    taken: list[Mutant] = []
+    for kind in KINDS:
+        taken += [m for m in mixed if m.kind == kind][: min(FLOOR, max(1, n // len(KINDS)))]
+    have = {m.id for m in taken}
+    rest = [m for m in mixed if m.id not in have]
+    more = max(0, n - len(taken))
+    return taken + rest[:more], rest[more:]
+
+
+class Bench:
+    """One copy of the tree, in which one mutant at a time is tried."""
+
+    def __init__(self, folder: Path, cache: Path, limit_s: float, commit: str = "") -> None:
+        self.root = folder
+        self.limit_s = limit_s
+        self.green: dict[str, bool] = {}
+        self._stamp = int(time.time()) - 1_000_000
+        self._env = {**os.environ, "PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(cache),
+                     "FLASHNEXT_DRV_DEVICE": "sim"}
+        _copy_tree(folder, commit)
+
+    def try_one(self, mutant: Mutant) -> Result:
+        started = time.monotonic()
+        path = self.root / mutant.path
+        text = path.read_text(encoding="utf-8")
+        self._write(path, mutant.apply(text))
+        try:
+            outcome, by = self._judge(mutant)
+        finally:
+            self._write(path, text)
+        if outcome == "caught" and not self._is_green(by):
+            outcome, by = "red", f"{by} fails without the mutant too"
+        return Result(mutant.id, mutant.kind, f"{mutant.path}:{mutant.line}", outcome, by,
+                      round(time.monotonic() - started, 1))
+
+    def _judge(self, mutant: Mutant) -> tuple[str, str]:
+        if mutant.path.startswith("cuda_src/"):
+            code, said = self._run(["-c", "from flashnext_drv.sim import build; build.build()"],
+                                   BUILD_LIMIT_S)
+            if code != 0:
+                return "invalid", said.strip().splitlines()[-1][:200] if said.strip() else f"exit {code}"
+        for arguments in stages(mutant):
+            code, said = self._run(_pytest(arguments), self.limit_s)
+            if code is None:
+                return "hang", " ".join(arguments)
+            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+            if code < 0 or code in (134, 139):
+                return "crash", f"exit {code} in {' '.join(arguments)}"
+            if code == 1 and failed:
+                return "caught", failed.group(1)
+            if code not in (0, 5):      # 5: the filter chose no test
+                return "caught", failed.group(1) if failed else f"exit {code} of {' '.join(arguments)}"
+        return "missed", ""
+
+    def _is_green(self, test: str) -> bool:
+        """Whether a test passes on the unchanged copy; asked once each."""
+        if "::" not in test and not test.endswith(".py"):
+            return True
+        if test not in self.green:
+            code, _ = self._run(_pytest([test]), 2 * self.limit_s)
+            self.green[test] = code == 0
+        return self.green[test]
+
+    def _write(self, path: Path, text: str) -> None:
+        """A new whole second each time: compiled modules are told apart by it."""
+        path.write_text(text, encoding="utf-8")
+        self._stamp += 1
+        os.utime(path, (self._stamp, self._stamp))
+
+    def _run(self, arguments: list[str], limit_s: float) -> tuple[int | None, str]:
+        """Exit status (None: time limit) and everything said."""
+        child = subprocess.Popen([sys.executable, *arguments], cwd=self.root, env=self._env, text=True,
+                                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                 start_new_session=True, errors="replace")
+        try:
+            said, _ = child.communicate(timeout=limit_s)
+            return child.returncode, said
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)    # its own session: what it started goes too
+            child.communicate()
+            return None, ""
+
+
+def _pytest(arguments: list[str]) -> list[str]:
+    return ["-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=line", "-rfE",
+            *arguments]
+
+
+def _copy_tree(folder: Path, commit: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if commit:
+        packed = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(["tar", "x", "-C", str(folder)], input=packed.stdout, check=True)
+        return
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
+    for name in filter(None, names.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def _start_cache(cache: Path) -> None:
+    """The user's simulator objects, as links: they are replaced by rename and never written in place."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashnext_drv"
+    objects = cache / "flashnext_drv" / "objects"
+    objects.mkdir(parents=True, exist_ok=True)
+    for path in (base / "objects").glob("*.o"):
+        try:
+            os.link(path, objects / path.name)
+        except OSError:
+            shutil.copy2(path, objects / path.name)
+
+
+def run(found: Sequence[Mutant], spare: Sequence[Mutant], jobs: int, limit_s: float, commit: str,
+        out: Path | None) -> list[Result]:
+    """Try every mutant; an invalid one is replaced by a spare one of its kind."""
+    results: list[Result] = []
+    left = {kind: [m for m in spare if m.kind == kind] for kind in KINDS}
+    lock = threading.Lock()
+    with tempfile.TemporaryDirectory(prefix="mutate-") as scratch:
+        cache = Path(scratch) / "cache"
+        _start_cache(cache)
+        free = [Bench(Path(scratch) / f"tree{i}", cache, limit_s, commit) for i in range(jobs)]
+
+        def one(mutant: Mutant) -> None:
+            with lock:
+                bench = free.pop()
+            try:
+                while True:
+                    result = bench.try_one(mutant)
+                    with lock:
+                        results.append(result)
+                        print(f"{len(results):4} {result.outcome:<8} {result.seconds:6.1f} s  {mutant}  "
+                              f"{result.by}", flush=True)
+                        if out is not None:
+                            with out.open("a", encoding="utf-8") as file:
+                                file.write(json.dumps(asdict(result)) + "\n")
+                        if result.outcome != "invalid" or not left[mutant.kind]:
+                            return
+                        mutant = left[mutant.kind].pop(0)
+            finally:
+                with lock:
+                    free.append(bench)
+
+        with ThreadPoolExecutor(max_workers=jobs) as pool:
+            list(pool.map(one, found))
+    return results
+
+
+def table(results: Iterable[Result]) -> str:
+    """Outcomes by kind, invalid ones aside."""
+    counts = Counter((r.kind, r.outcome) for r in results)
+    columns = ("caught", "hang", "missed", "crash", "red")
+    lines = [f"{'kind':<11}{'run':>6}" + "".join(f"{c:>8}" for c in columns) + f"{'invalid':>9}"]
+    for kind in (*KINDS, "all"):
+        row = [sum(n for (k, o), n in counts.items() if o == c and kind in (k, "all")) for c in columns]
+        invalid = sum(n for (k, o), n in counts.items() if o == "invalid" and kind in (k, "all"))
+        lines.append(f"{kind:<11}{sum(row):>6}" + "".join(f"{n:>8}" for n in row) + f"{invalid:>9}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--list", action="store_true", help="print every mutant and stop")
+    what.add_argument("--sample", type=int, metavar="N", help="try N mutants")
+    what.add_argument("--one", metavar="ID", action="append", help="try this mutant (may be repeated)")
+    what.add_argument("--again", type=Path, metavar="FILE", help="try what was not caught in FILE (--out)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one run of tests")
+    parser.add_argument("--kind", choices=KINDS, help="only mutants of this kind")
+    parser.add_argument("--path", default="", help="only files whose path starts so")
+    parser.add_argument("--commit", default="", help="copy this commit instead of the working files")
+    parser.add_argument("--out", type=Path, help="add results to this file, one JSON object a line")
+    given = parser.parse_args(argv)
+    excused = equivalents()
+    with tempfile.TemporaryDirectory(prefix="mutate-") as scratch:
+        root = ROOT
+        if given.commit:
+            root = Path(scratch)
+            _copy_tree(root, given.commit)
+        everything = find_all(root)
+    found = [m for m in everything if given.kind in (None, m.kind) and m.path.startswith(given.path)]
+    if given.list:
+        for mutant in found:
+            print(f"{mutant}{'  equivalent: ' + excused[mutant.id] if mutant.id in excused else ''}")
+        print(f"{len(found)} mutants", file=sys.stderr)
+        return 0
+    live = [m for m in found if m.id not in excused]
+    spare: list[Mutant] = []
+    if given.sample:
+        chosen, spare = sample(live, given.sample, given.seed)
+    else:
+        wanted = set(given.one or ()) or {
+            row["id"] for row in map(json.loads, given.again.read_text(encoding="utf-8").splitlines())
+            if row["outcome"] not in ("caught", "hang", "invalid")}
+        chosen = [m for m in everything if m.id in wanted]
+        for gone in sorted(wanted - {m.id for m in chosen}):
+            print(f"{gone} is not in the tree any more: its line has changed")
+    results = run(chosen, spare, given.jobs, given.limit, given.commit, given.out)
+    print(table(results))
+    for mutant in found:
+        if mutant.id in excused:
+            print(f"not run, equivalent: {mutant}: {excused[mutant.id]}")
+    bad = [r for r in results if r.outcome in ("missed", "crash", "red")]
+    for result in bad:
+        print(f"{result.outcome}: {result.id} {result.where} {result.by}")
+    print(f"MUTANTS {len(results) - len(bad) - sum(r.outcome == 'invalid' for r in results)} caught, "
+          f"{len(bad)} not, of {len(everything)} in the tree, {len(excused)} excused")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
