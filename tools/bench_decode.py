@@ -1,14 +1,11 @@
 #!/usr/bin/env python3
 """Plain decode of a synthetic pack: tokens/s eager and through one captured graph, as a share of the floor.
 
-    python tools/bench_decode.py --model full --context 2048 --tokens 64 --ngram-rows 4000000 --out
-    receipt.json
+    python tools/bench_decode.py --model full --context 2048 --tokens 64 --out receipt.json
 
-Prompt ids are an integer hash, so the run repeats.  Each timed token is a whole step: publish, launch,
-draw, read
-back.  Also prints the ledger beside the driver's free memory.  Runs on a GPU; with --device sim it only
-shows that
-the program works.
+Prompt ids are an integer hash, so the run repeats.  Each timed token is a whole step: publish, launch, draw,
+read back.  Also prints the ledger beside the driver's free memory.  Runs on a GPU; with --device sim it only
+shows that the program works.
 """
 
 from __future__ import annotations

@@ -2,15 +2,13 @@
 """SHA-256 of every kernel case and of whole runs, on one device; written, or compared with a file written
 on another.
 
-    python tools/case_hashes.py --device sim --out tests/data/case_hashes.json      # on a machine without a
-    GPU
+    python tools/case_hashes.py --device sim --out tests/data/case_hashes.json     # without a GPU
     python tools/case_hashes.py --device cuda --compare tests/data/case_hashes.json --receipt out.json
 
-The simulator must be told the GPU's mma generation; sm_90 is its default.  Whole runs are the prompts of
-the packs
-under tests/data and, with --golden, of more golden folders: logits of every row, eager and through graphs,
-and rows
-batched 16 at a time.  Exit 1 when any hash differs or a case fails.
+The simulator must be told the GPU's mma generation; sm_90 is its default.  Whole runs are the prompts of the
+packs under tests/data and, with --golden, of more golden folders: logits of every row, eager and through
+graphs, and rows batched 16 at a time.  Exit 1 when any hash differs, a case fails, or
+a hash was not compared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What one decoded token must cost at least: bytes read from device memory and trellis weights decoded.
 
 Called by tools/bench_decode.py.  Counted from the pack's tensors, not from a table, so mixed widths are
-right.  The
-rates to divide by are measured elsewhere and passed in.
+right.  The rates to divide by are measured elsewhere and passed in.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ __all__ = ["Floor", "decode_floor"]
 @dataclass(frozen=True)
 class Floor:
     """Of one token of one sequence.  bytes_read: weights, scales, states (read and written) and KV.
-    trellis_weights:
-    EXL3 weights decoded."""
+    trellis_weights: EXL3 weights decoded."""
 
     bytes_read: int
     trellis_weights: int

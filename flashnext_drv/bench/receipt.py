@@ -1,9 +1,8 @@
 """A receipt: a result with everything that says what produced it.
 
-Written by the tools that measure or compare on a device; kept under tests/receipts/.  What must stay true:
-a receipt
-is made by the run it describes, from the sources and images that run used, and is never edited or moved to
-newer code.
+Written by the tools that measure or compare on a device; kept under tests/receipts/.  What must stay true: a
+receipt is made by the run it describes, from the sources and images that run used, and is never edited or
+moved to newer code.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The public object: a pack opened on a device, that turns token ids into token ids and logits.
 
 Called by the commands, the server and embedding programs.  What must stay true: a row's bytes depend on the
-pack and
-its own earlier tokens only; every public call leaves the thread's current context as it was; after close
-nothing of
-ours is left in the driver or the ledger.
+pack and its own earlier tokens only; every public call leaves the thread's current context as it was; after
+close nothing of ours is left in the driver or the ledger.
 """
 
 from __future__ import annotations
@@ -46,10 +44,9 @@ class Generation:
     """What `generate` made.
 
     tokens: new ids, a stop id included.  sha256: over prompt and new ids together (`token_sha256`).
-    finish: "length"
-    or "stop".  times: seconds of prompt and decode, host clock around the whole phase.  counters: rows,
-    rounds, graph
-    replays and eager rounds of this request, and graphs switched off in it because a driver call failed.
+    finish: "length" or "stop".  times: seconds of prompt and decode, host clock around the whole phase.
+    counters: rows, rounds, graph replays and eager rounds of this request, and graphs switched off in it
+    because a driver call failed.
     """
 
     tokens: list[int]

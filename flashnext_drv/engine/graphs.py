@@ -1,10 +1,8 @@
 """Executable graphs of a rank, by identity, and how often each was captured, instantiated and replayed.
 
 Owned by engine/rank.py.  An identity is (path, rows bucket): everything else a launch depends on sits in
-device
-tables, whose addresses never change for a rank.  What must stay true: capturing has no side effect on
-state, and an
-executable is closed before anything it captured.
+device tables, whose addresses never change for a rank.  What must stay true: capturing has no side effect on
+state, and an executable is closed before anything it captured.
 
 Graphs make rounds faster and are never needed: when a driver call of capture, instantiation, upload or launch
 fails and the context is sound, the identity is switched off, counted, and its rounds run eagerly with the

@@ -7,11 +7,9 @@
      +- weights, experts                 the pack's bytes
      +- graphs                           hold all of the above
 
-Made by engine/engine.py; engine/round.py drives it.  What must stay true: a launch's arguments are fixed
-when the rank
-opens, and every address in them is stable until it closes; a failure at any call while opening gives back
-what was
-there; compute happens on one stream.
+Made by engine/engine.py; engine/round.py drives it.  What must stay true: a launch's arguments are fixed when
+the rank opens, and every address in them is stable until it closes; a failure at any call while opening gives
+back what was there; compute happens on one stream.
 """
 
 from __future__ import annotations
@@ -66,9 +64,8 @@ class Rank(Owner):
     """One GPU's share of an engine (all of it, with one rank).
 
     pack: checked against `layout.config`.  progress: told of bytes loaded.  Raises CapacityError before
-    anything is
-    allocated when the plan does not fit; OutOfMemory, BuildError and CheckpointError with everything given
-    back.
+    anything is allocated when the plan does not fit; OutOfMemory, BuildError and CheckpointError with
+    everything given back.
     use_graphs: whether rounds replay graphs, by default Limits.graph; may be changed between rounds.
     """
 

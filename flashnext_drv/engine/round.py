@@ -1,10 +1,8 @@
 """One forward over live windows: fills the row tables, launches, and reads back draws.
 
-Called by engine/engine.py with a Rank.  A window is the next n pending tokens of one sequence; a round
-holds windows
-of different sequences, at most `rows` rows together.  What must stay true: a row's bytes do not depend on
-the other
-rows of its round, nor on how a sequence's tokens were cut into windows.
+Called by engine/engine.py with a Rank.  A window is the next n pending tokens of one sequence; a round holds
+windows of different sequences, at most `rows` rows together.  What must stay true: a row's bytes do not
+depend on the other rows of its round, nor on how a sequence's tokens were cut into windows.
 """
 
 from __future__ import annotations
@@ -27,9 +25,8 @@ EMIT_DRAW = 2
 
 @dataclass(frozen=True)
 class Window:
-    """The next n_rows pending tokens of a sequence.  draw: draw a token after its last row.  logits: keep
-    the logits
-    of all its rows."""
+    """The next n_rows pending tokens of a sequence.  draw: draw a token after its last row.  logits: keep the
+    logits of all its rows."""
 
     sequence: Sequence
     n_rows: int = 1
@@ -40,8 +37,7 @@ class Window:
 @dataclass(frozen=True)
 class RoundResult:
     """tokens: one drawn id per window (-1 where none was asked).  logits: (rows, V) float32 of windows that
-    asked, in
-    order, or None."""
+    asked, in order, or None."""
 
     tokens: list[int]
     logits: np.ndarray | None

@@ -1,8 +1,7 @@
 """A request's sequence: its tokens, its place in the pools, and how its tokens are drawn.
 
-Made by engine/rank.py; holds ids into pools and no driver object.  What must stay true: tokens 0 .. n_done
-- 1 are in
-the state, later ones are pending; pages and slot are given back exactly once.
+Made by engine/rank.py; holds ids into pools and no driver object.  What must stay true: tokens 0 .. n_done -
+1 are in the state, later ones are pending; pages and slot are given back exactly once.
 """
 
 from __future__ import annotations

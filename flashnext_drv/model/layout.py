@@ -2,10 +2,8 @@
 anything is.
 
 Pure arithmetic over the configuration: no driver, no files.  engine/rank.py allocates exactly what stands
-here, and
-the names here are the owners in the ledger.  State geometry (pages, recurrent slots) is a byte form that
-kernels
-share, see KV and recurrent offsets below.
+here, and the names here are the owners in the ledger.  State geometry (pages, recurrent slots) is a byte form
+that kernels share, see KV and recurrent offsets below.
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ _PAGE_ORDER = re.compile(r"forward|reversed|shuffled:[0-9]{1,18}")
 class Limits:
     """What an engine may use.
 
-    context_tokens: longest sequence, prompt and output.  sequences: live at one time.  rows: most rows of
-    one launch
-    round, 1..16.  prompt_rows: prompt tokens a launch takes at once, 1..rows; any value gives the same bytes.
+    context_tokens: longest sequence, prompt and output.  sequences: live at one time.  rows: most rows of one
+    launch round, 1..16.  prompt_rows: prompt tokens a launch takes at once, 1..rows; any value gives the same
+    bytes.
     device_bytes: most device memory the plan may take, 0 = what the driver reports free less reserve_bytes.
     graph: replay captured graphs in decode.  primary_context: use the device's primary context instead of
     an own one.
@@ -97,9 +95,8 @@ def bucket_of(n_rows: int) -> int:
 class RecurrentGeometry:
     """A sequence's recurrent slot, bytes from its start.
 
-    Per GDN layer: state f32 [n_v][128 v columns][128 k rows], conv tail f16 [3][channels]; per PLE layer
-    its conv tail
-    f16 [9][4 H].  Every part starts at a multiple of 256.
+    Per GDN layer: state f32 [n_v][128 v columns][128 k rows], conv tail f16 [3][channels]; per PLE layer its
+    conv tail f16 [9][4 H].  Every part starts at a multiple of 256.
     """
 
     state: Mapping[int, int]
@@ -126,8 +123,7 @@ class PageGeometry:
     """A page of 64 tokens over all attention layers, bytes from the page's two starts.
 
     kv: per layer K f16 [64][n_kv][256], then V of the same shape.  index: per layer raw keys f16 [64][128],
-    then
-    pooled keys f16 [16][128].
+    then pooled keys f16 [16][128].
     """
 
     kv: Mapping[int, int]

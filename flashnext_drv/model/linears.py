@@ -50,8 +50,7 @@ class Member:
 @dataclass(frozen=True)
 class Group:
     """Linears of one launch.  name: stem of the device table.  out: where finished outputs go ("" = not
-    finished
-    by linear_finish; "y", "logits" = that buffer; "out" = the shared output scratch)."""
+    finished by linear_finish; "y", "logits" = that buffer; "out" = the shared output scratch)."""
 
     name: str
     members: tuple[Member, ...]

@@ -1,11 +1,9 @@
 """One token's walk through the model as plain lists of kernel launches.
 
 A Step names a kernel, its grid and its arguments; strings in `args` are span names that engine/rank.py
-resolves to
-addresses, numbers stay as they are, and "rows" in a grid is the launch's padded row count.  A kernel name
-that ends in
-"*" has a form for up to 8 and one for up to 16 rows.  What a kernel does and the order of its sums stand in
-cuda_src/ARITHMETIC.md; what each argument is stands in its declaration.
+resolves to addresses, numbers stay as they are, and "rows" in a grid is the launch's padded row count.  A
+kernel name that ends in "*" has a form for up to 8 and one for up to 16 rows.  What a kernel does and the
+order of its sums stand in cuda_src/ARITHMETIC.md; what each argument is stands in its declaration.
 
 Scratch spans are shared by all layers, so the order of the steps is the order of a stream.
 """
@@ -38,8 +36,7 @@ def body_steps(layout: Layout, embed_bf16: bool, ngram_bits: Mapping[int, int]) 
     """Everything from token ids to the streams after the last layer.
 
     embed_bf16: dtype of the embedding rows.  ngram_bits: per PLE layer the table's width, 0 for plain bf16
-    rows.
-    The last layer's expert output is left in y; the head's first step adds it.
+    rows. The last layer's expert output is left in y; the head's first step adds it.
     """
     c = layout.config
     yield Step(

@@ -1,12 +1,9 @@
 """Routed experts of a rank: one device line per expert and layer, and the line tables kernels route through.
 
 Owned by engine/rank.py.  All experts are resident here.  A line holds gate, up and down of one expert one
-after
-another; the table entry holds per projection the addresses of trellis and scales, the width and the
-codebook, so
-experts of one layer may differ.  Entry n_experts of each layer's table is the shared expert, which lies
-among the
-dense weights.
+after another; the table entry holds per projection the addresses of trellis and scales, the width and the
+codebook, so experts of one layer may differ.  Entry n_experts of each layer's table is the shared expert,
+which lies among the dense weights.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Pages of 64 tokens: which physical page a sequence's tokens stand in.
 
 Owned by engine/rank.py.  A page holds keys, values and index rows of all attention layers (geometry:
-model/layout.PageGeometry).  What must stay true: a page is free or belongs to one sequence; its two
-addresses never
-change; kernels see a page only after `tables.publish`.
+model/layout.PageGeometry).  What must stay true: a page is free or belongs to one sequence; its two addresses
+never change; kernels see a page only after `tables.publish`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Recurrent slots: DeltaNet states and convolution tails of each live sequence.
 
 Owned by engine/rank.py.  Geometry: model/layout.RecurrentGeometry.  What must stay true: a slot belongs to
-one
-sequence; it is zeroed on the compute stream before that sequence's first row.
+one sequence; it is zeroed on the compute stream before that sequence's first row.
 """
 
 from __future__ import annotations

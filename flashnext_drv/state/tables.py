@@ -1,15 +1,13 @@
 """Device tables: host shadow, pinned staging, one ordered publish per round.
 
 Owned by engine/rank.py, written by engine/round.py (rows), kv.py (pages) and recurrent.py (slots) between
-rounds.
-What must stay true: the device tables lie at fixed addresses for the rank's whole life, so captured
-launches keep
-their arguments; a round sees exactly the bytes of the last publish before it on the same stream.
+rounds. What must stay true: the device tables lie at fixed addresses for the rank's whole life, so captured
+launches keep their arguments; a round sees exactly the bytes of the last publish before it on the same
+stream.
 
     device arena "tables":  [round | rows | runs | slots] [pages: sequences x pages] [linears ...] [lines ...]
     pinned "tables.staging": two halves of [round .. slots | pages]; a half is written again after the event
-    that its
-    last copy recorded
+    that its last copy recorded
 """
 
 from __future__ import annotations
@@ -29,9 +27,8 @@ __all__ = ["DeviceTables"]
 class DeviceTables(Owner):
     """Owns the tables arena and its staging.
 
-    round (1,), rows and runs (rows_cap,), slots (sequences,), pages (sequences, pages): host shadows,
-    written freely
-    between publishes.  Page entries changed must be announced with `touch_pages`.
+    round (1,), rows and runs (rows_cap,), slots (sequences,), pages (sequences, pages): host shadows, written
+    freely between publishes.  Page entries changed must be announced with `touch_pages`.
     """
 
     def __init__(self, ctx: Context, layout: Layout) -> None:

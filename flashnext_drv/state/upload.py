@@ -1,10 +1,9 @@
 """Bytes of a pack into device or pinned memory: read, staged and copied, or made in place by the fill kernel.
 
 Used by weights.py and experts.py while a rank opens.  What must stay true: a staging half is written again
-only after
-the event of its last copy; after `finish` every byte is in place.  A synthetic pack's large tensors are
-never made on
-the host: the kernel `synth_fill` writes the same bytes straight into the destination.
+only after the event of its last copy; after `finish` every byte is in place.  A synthetic pack's large
+tensors are never made on the host: the kernel `synth_fill` writes the same bytes straight into the
+destination.
 """
 
 from __future__ import annotations

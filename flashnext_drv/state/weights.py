@@ -1,10 +1,8 @@
 """Dense weights of a rank: embedding, vectors, linears with their descriptors, and the n-gram tables.
 
 Owned by engine/rank.py.  What must stay true: a weight's bytes are the pack's (EXL3 tiles as stored, plain
-matrices
-reordered into mma fragments, vectors widened exactly to f32); the descriptors that kernels read name
-addresses of this
-arena and of the scratch arena only.
+matrices reordered into mma fragments, vectors widened exactly to f32); the descriptors that kernels read name
+addresses of this arena and of the scratch arena only.
 """
 
 from __future__ import annotations
