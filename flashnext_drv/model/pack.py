@@ -90,6 +90,22 @@ class PackBase(ABC):
             )
         return found
 
+    def require_range(self, name: str, dest: npt.NDArray[np.uint8], first: int) -> Tensor:
+        """The record of `name`, which has dest.size bytes from byte `first` on; else UsageError.  For
+        read_into."""
+        tensor = self.tensor(name)
+        fits = first >= 0 and first + dest.size <= tensor.size
+        if not fits or dest.dtype != np.uint8 or not dest.flags.c_contiguous:
+            raise UsageError(
+                "read_into does not fit the tensor",
+                tensor=name,
+                first=first,
+                dest_bytes=dest.nbytes,
+                size_bytes=tensor.size,
+                do="give a contiguous uint8 array inside the tensor's bytes",
+            )
+        return tensor
+
     @property
     def where(self) -> str:
         """Folder or origin, for messages."""
@@ -298,21 +314,7 @@ class Pack(PackBase):
         return str(self.folder)
 
     def read_into(self, name: str, dest: npt.NDArray[np.uint8], first: int = 0) -> None:
-        tensor = self.tensor(name)
-        if (
-            first < 0
-            or first + dest.size > tensor.size
-            or dest.dtype != np.uint8
-            or not dest.flags.c_contiguous
-        ):
-            raise UsageError(
-                "read_into does not fit the tensor",
-                tensor=name,
-                first=first,
-                dest_bytes=dest.nbytes,
-                size_bytes=tensor.size,
-                do="give a contiguous uint8 array inside the tensor's bytes",
-            )
+        tensor = self.require_range(name, dest, first)
         view = dest.reshape(-1).data
         try:
             with open(tensor.file, "rb", buffering=0) as stream:

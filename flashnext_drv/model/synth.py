@@ -135,21 +135,7 @@ class SynthPack(PackBase):
         return self._contents[name].rule
 
     def read_into(self, name: str, dest: npt.NDArray[np.uint8], first: int = 0) -> None:
-        tensor = self.tensor(name)
-        if (
-            first < 0
-            or first + dest.size > tensor.size
-            or dest.dtype != np.uint8
-            or not dest.flags.c_contiguous
-        ):
-            raise UsageError(
-                "read_into does not fit the tensor",
-                tensor=name,
-                first=first,
-                dest_bytes=dest.nbytes,
-                size_bytes=tensor.size,
-                do="give a contiguous uint8 array inside the tensor's bytes",
-            )
+        self.require_range(name, dest, first)
         content = self._contents[name]
         if content.rule is None:
             dest[:] = np.frombuffer(content.constant, dtype=np.uint8)[first:][: dest.size]
