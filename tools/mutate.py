@@ -192,8 +192,9 @@ class Bench:
                                    BUILD_LIMIT_S)
             if code != 0:
                 return "invalid", said.strip().splitlines()[-1][:200] if said.strip() else f"exit {code}"
-        for arguments in stages(mutant):
-            code, said = self._run(_pytest(arguments), self.limit_s)
+        for i_stage, arguments in enumerate(stages(mutant)):
+            limit_s = self.limit_s if i_stage else self.limit_s / 4     # the first takes seconds
+            code, said = self._run(_pytest(arguments), limit_s)
             if code is None:
                 return "hang", " ".join(arguments)
             failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
@@ -300,6 +301,14 @@ def run(found: Sequence[Mutant], spare: Sequence[Mutant], jobs: int, limit_s: fl
     return results
 
 
+def _read(path: Path | None) -> list[Result]:
+    """Results of an earlier run; the last one of each mutant."""
+    if path is None or not path.is_file():
+        return []
+    rows = [Result(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return list({row.id: row for row in rows}.values())
+
+
 def table(results: Iterable[Result]) -> str:
     """Outcomes by kind, invalid ones aside."""
     counts = Counter((r.kind, r.outcome) for r in results)
@@ -321,11 +330,13 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--again", type=Path, metavar="FILE", help="try what was not caught in FILE (--out)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one run of tests")
+    parser.add_argument("--limit", type=float, default=240.0,
+                        help="seconds for one run of tests; the first, narrow one gets a quarter")
     parser.add_argument("--kind", choices=KINDS, help="only mutants of this kind")
     parser.add_argument("--path", default="", help="only files whose path starts so")
     parser.add_argument("--commit", default="", help="copy this commit instead of the working files")
-    parser.add_argument("--out", type=Path, help="add results to this file, one JSON object a line")
+    parser.add_argument("--out", type=Path, help="add results to this file, one JSON object a line; what "
+                        "it holds already is not tried again")
     given = parser.parse_args(argv)
     excused = equivalents()
     with tempfile.TemporaryDirectory(prefix="mutate-") as scratch:
@@ -346,12 +357,14 @@ def main(argv: list[str] | None = None) -> int:
         chosen, spare = sample(live, given.sample, given.seed)
     else:
         wanted = set(given.one or ()) or {
-            row["id"] for row in map(json.loads, given.again.read_text(encoding="utf-8").splitlines())
-            if row["outcome"] not in ("caught", "hang", "invalid")}
+            r.id for r in _read(given.again) if r.outcome not in ("caught", "hang", "invalid")}
         chosen = [m for m in everything if m.id in wanted]
         for gone in sorted(wanted - {m.id for m in chosen}):
             print(f"{gone} is not in the tree any more: its line has changed")
-    results = run(chosen, spare, given.jobs, given.limit, given.commit, given.out)
+    done = _read(given.out)
+    have = {result.id for result in done}
+    chosen, spare = ([m for m in some if m.id not in have] for some in (chosen, spare))
+    results = done + run(chosen, spare, given.jobs, given.limit, given.commit, given.out)
     print(table(results))
     for mutant in found:
         if mutant.id in excused:
