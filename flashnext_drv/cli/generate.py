@@ -49,7 +49,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "--context", type=int, metavar="N", help="tokens of cache (default: prompt and --max-new)"
     )
     parser.add_argument(
-        "--prompt-rows", type=int, default=1, metavar="N", help="prompt tokens a launch, 1..16"
+        "--prompt-rows", type=int, default=16, metavar="N", help="prompt tokens a launch, 1..16"
     )
     parser.add_argument(
         "--graph",

@@ -40,7 +40,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     add_ids(parser, inline=False)
     parser.add_argument("--out", required=True, metavar="F.npz", help="file to write")
     parser.add_argument("--rows", metavar="A:B,...", help="positions, ends exclusive (default: all)")
-    parser.add_argument("--prompt-rows", type=int, default=1, metavar="N", help="tokens a launch, 1..16")
+    parser.add_argument("--prompt-rows", type=int, default=16, metavar="N", help="tokens a launch, 1..16")
     parser.add_argument(
         "--device", choices=("auto", "cuda", "sim"), help="default: FLASHNEXT_DRV_DEVICE, else auto"
     )
