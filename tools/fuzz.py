@@ -31,6 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from flashnext_drv.drv import api  # noqa: E402
 from flashnext_drv.errors import FlashNextError, LeakError  # noqa: E402
 from tools.fuzz_targets import DEVICE_TARGETS, TARGETS, Bench, Target  # noqa: E402
 
@@ -95,8 +96,8 @@ def run_fuzz(n: int, seed: int, *, targets: tuple[Target, ...] = TARGETS, only: 
         for i in range(n) if only is None else (only,):
             rng = random.Random(f"{seed}/{i}")
             target = rng.choices(targets, [t.share for t in targets])[0]
-            if device and len(targets) > 1 and i % ENGINE_EVERY == ENGINE_EVERY - 1:
-                target = DEVICE_TARGETS[0]
+            if device and targets is TARGETS and i % ENGINE_EVERY == ENGINE_EVERY - 1:
+                target = rng.choices(DEVICE_TARGETS, [t.share for t in DEVICE_TARGETS])[0]
             _one(out, target, rng, bench, i, cpu_s, wall_s)
             if out.failures and out.failures[-1].startswith(f"#{i} "):
                 out.failures[-1] += "\n  repeat with " + _repeat(seed, i, targets, device)
@@ -128,6 +129,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(argv)
     targets = tuple(t for t in (*TARGETS, *DEVICE_TARGETS) if given.target == t.name) or TARGETS
+    if given.device:
+        api.ensure(given.device)
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
     found = run_fuzz(given.n, given.seed, targets=targets, only=given.only, device=given.device,
                      cpu_s=given.cpu_s, wall_s=given.wall_s, growth_kib=given.growth_kib)

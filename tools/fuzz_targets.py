@@ -19,6 +19,9 @@ import numpy as np
 
 from flashnext_drv.check import resources
 from flashnext_drv.cli import ids as cli_ids
+from flashnext_drv.drv.context import Context
+from flashnext_drv.drv.memory import copy_to_host
+from flashnext_drv.drv.stream import Stream
 from flashnext_drv.engine import engine as engine_module
 from flashnext_drv.engine.rank import plan
 from flashnext_drv.engine.sequence import Sampling, checked_ids
@@ -32,6 +35,7 @@ from flashnext_drv.model.layout import Layout, Limits
 from flashnext_drv.model.manifest import FileEntry, Manifest
 from flashnext_drv.model.ngram import ngram_info
 from flashnext_drv.model.pack import Pack
+from flashnext_drv.state.tables import DeviceTables
 from tools import fuzz_pack
 from tools.fuzz_values import mangle_bytes, mangle_json, odd_int, odd_text, odd_value
 
@@ -342,8 +346,38 @@ def _engine(rng: random.Random, bench: Bench) -> None:
         bench.restore()
 
 
+def _tables(rng: random.Random, bench: Bench) -> None:
+    """Device tables of odd sizes: what is published is what the device holds; too much is refused."""
+    ledger = Ledger()
+    bench.ledgers.append(ledger)
+    limits = Limits(context_tokens=rng.randrange(1, 1000), sequences=rng.randrange(1, 6),
+                    rows=rng.randrange(1, 17))
+    words = np.random.default_rng(rng.randrange(1 << 32))
+    with Context(0, ledger=ledger) as ctx, Stream(ctx, "fuzz") as stream, \
+            DeviceTables(ctx, Layout(bench.config, limits)) as tables:
+        n_slots, n_pages = tables.pages.shape
+        tables.touch_pages(0, 0, n_slots * n_pages)
+        for _ in range(rng.randrange(1, 5)):
+            for part in (tables.rows, tables.runs):
+                part.view(np.uint32)[:] = words.integers(0, 1 << 32, part.view(np.uint32).shape, np.uint32)
+            for _ in range(rng.randrange(3)):
+                i_slot, first = rng.randrange(n_slots), rng.randrange(n_pages)
+                count = rng.randrange(n_pages - first + 1)
+                run = tables.pages[i_slot, first:first + count]
+                run["kv"], run["index"] = words.integers(0, 1 << 63, count), words.integers(0, 1 << 63, count)
+                tables.touch_pages(i_slot, first, count)
+            tables.publish(stream)
+            head = np.empty(tables.spans["rows"].size_bytes, np.uint8)
+            copy_to_host(stream, head, tables.spans["rows"])
+            assert head.tobytes() == tables.rows.tobytes()
+            pages = np.empty(tables.pages.nbytes, np.uint8)
+            copy_to_host(stream, pages, int(tables.slots[0]["pages"]))
+            assert pages.tobytes() == tables.pages.tobytes(), "pages on the device are not those announced"
+        tables.store(stream, "extra", np.zeros(rng.choice((1, 64, 4096, 1 << 20)), np.uint8))
+
+
 TARGETS = (Target("header", 30, _header), Target("pack", 14, _pack), Target("config", 20, _config),
            Target("ngram", 10, _ngram), Target("ids", 8, _ids), Target("limits", 6, _limits),
            Target("manifest", 4, _manifest), Target("images", 4, _images), Target("launch", 4, _launch),
            Target("synth", 1, _synth))
-DEVICE_TARGETS = (Target("engine", 1, _engine),)
+DEVICE_TARGETS = (Target("engine", 3, _engine), Target("tables", 1, _tables))
