@@ -8,12 +8,14 @@ close nothing of ours is left in the driver or the ledger.
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Ids
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -289,11 +291,28 @@ class Engine(Owner):
         return frozenset((self.config.eos_id,) if stop_ids is None else stop_ids)
 
     def _release(self) -> None:
-        with ExitStack() as undo:
-            undo.callback(self.ledger.require_empty)
-            undo.callback(self.rank.close)
-            for sequence in self._live:
-                undo.callback(self.rank.close_sequence, sequence)
+        """Every step, leaves first.  Several failures leave as one ExceptionGroup: none hides another."""
+        steps: list[Callable[[], None]] = [partial(self.rank.close_sequence, s) for s in self._live]
+        steps += [self.rank.close, self.ledger.require_empty]
+        failures: list[Exception] = []
+        for step in steps:
+            before = sys.exception()
+            try:
+                step()
+            except Exception as failure:
+                failures += _chain(failure, before)
+        if len(failures) == 1:
+            raise failures[0]
+        if failures:
+            raise ExceptionGroup("closing the engine failed", failures)
+
+
+def _chain(last: Exception, before: BaseException | None) -> list[Exception]:
+    """The failures that an undo stack raised as one chain, first one first; `before` was there already."""
+    chain = [last]
+    while isinstance(earlier := chain[0].__context__, Exception) and earlier is not before:
+        chain.insert(0, earlier)
+    return chain
 
 
 def _opened(pack: str | Path | PackBase) -> PackBase:

@@ -13,7 +13,7 @@ from flashnext_drv.drv import api
 from flashnext_drv.drv.context import Context
 from flashnext_drv.drv.memory import DeviceArena
 from flashnext_drv.engine.engine import Engine, Limits, token_sha256
-from flashnext_drv.errors import CapacityError, OutOfMemory, UsageError
+from flashnext_drv.errors import CapacityError, DriverError, LeakError, OutOfMemory, UsageError
 from flashnext_drv.kernels import bind
 from flashnext_drv.ledger import Ledger
 
@@ -59,6 +59,29 @@ def test_engine_closes_under_a_live_stream(open_micro: Callable[..., Engine]) ->
     engine.ledger.require_empty()
     with pytest.raises(UsageError, match="closed"):
         next(stream)
+
+
+def test_failures_of_close_are_raised_together(
+    open_micro: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_micro()
+    release = engine.rank.close
+
+    def failing() -> None:
+        release()
+        try:
+            raise DriverError("cuMemFree", 1)
+        finally:
+            raise DriverError("cuStreamDestroy", 1)  # what an undo stack makes of two failures
+
+    monkeypatch.setattr(engine.rank, "close", failing)
+    stray = engine.ledger.add("stray", "host", 1)
+    with pytest.raises(ExceptionGroup, match="closing the engine") as caught:
+        engine.close()
+    assert [type(e) for e in caught.value.exceptions] == [DriverError, DriverError, LeakError]
+    assert [e.call for e in caught.value.exceptions[:2]] == ["cuMemFree", "cuStreamDestroy"]
+    stray.remove()
+    assert engine.closed
 
 
 def test_error_of_a_callback_leaves_the_engine_usable(open_micro: Callable[..., Engine]) -> None:
