@@ -8,10 +8,11 @@ close nothing of ours is left in the driver or the ledger.
 from __future__ import annotations
 
 import hashlib
+import operator
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Ids
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,8 +48,8 @@ class Generation:
 
     tokens: new ids, a stop id included.  sha256: over prompt and new ids together (`token_sha256`).
     finish: "length" or "stop".  times: seconds of prompt and decode, host clock around the whole phase.
-    counters: rows, rounds, graph replays and eager rounds of this request, and graphs switched off in it
-    because a driver call failed.
+    counters: prompt_tokens, new_tokens, graph_replays and eager_rounds of this request, and graph_failures:
+    graphs switched off in it because a driver call failed.
     """
 
     tokens: list[int]
@@ -103,7 +104,7 @@ class MemoryReport:
 
 
 class Engine(Owner):
-    """A pack on one device.  Use `Engine.open`; a context manager."""
+    """A pack on one device.  Use `Engine.open`; a context manager.  For one thread at a time, any thread."""
 
     def __init__(
         self,
@@ -210,8 +211,9 @@ class Engine(Owner):
         """The ids that `generate` would give, one by one.  Arguments are checked at the call."""
         self.require_open()
         prompt = checked_ids(ids, self.config.vocab)
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-            raise UsageError("max_new_tokens is 0 or more", value=max_new_tokens)
+        integer = isinstance(max_new_tokens, int | np.integer) and not isinstance(max_new_tokens, bool)
+        if not integer or max_new_tokens < 0:
+            raise UsageError("max_new_tokens is an integer, 0 or more", value=max_new_tokens)
         needed = len(prompt) + max(max_new_tokens - 1, 0)  # the last token drawn is never put into the cache
         if needed > self.limits.context_tokens:
             raise CapacityError(
@@ -229,7 +231,10 @@ class Engine(Owner):
         """
         self.require_open()
         prompt = checked_ids(ids, self.config.vocab)
-        first, end = rows or (0, len(prompt))
+        try:
+            first, end = map(operator.index, rows if rows is not None else (0, len(prompt)))
+        except (TypeError, ValueError) as error:
+            raise UsageError("rows are two integers, first and end", value=rows) from error
         if not 0 <= first < end <= len(prompt):
             raise UsageError("rows are outside the prompt", rows=f"{first}:{end}", tokens=len(prompt))
         out = np.empty((end - first, self.config.vocab), np.float32)
@@ -288,7 +293,12 @@ class Engine(Owner):
                     sequence.extend([token])
 
     def _stops(self, stop_ids: Collection[int] | None) -> Collection[int]:
-        return frozenset((self.config.eos_id,) if stop_ids is None else stop_ids)
+        if stop_ids is None:
+            return frozenset((self.config.eos_id,))
+        if not isinstance(stop_ids, Iterable):
+            raise UsageError("stop_ids is a collection of token ids", value=stop_ids)
+        ids = list(stop_ids)
+        return frozenset(checked_ids(ids, self.config.vocab) if ids else ())
 
     def _release(self) -> None:
         """Every step, leaves first.  Several failures leave as one ExceptionGroup: none hides another."""

@@ -49,6 +49,19 @@ def test_ids_given_to_a_sequence_are_checked_too(engine: Engine) -> None:
             assert sequence.n_done == 1
 
 
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, "1", None])
+def test_max_new_tokens_is_a_count(engine: Engine, wrong: object) -> None:
+    with pytest.raises(UsageError, match="max_new_tokens is an integer"):
+        engine.generate([1], max_new_tokens=wrong)  # type: ignore[arg-type]
+    assert len(engine.generate([1], max_new_tokens=np.int64(2), stop_ids=()).tokens) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("wrong", "text"), [(5, "collection"), (["a"], "integers"), ([512], "id=512")])
+def test_stop_ids_are_token_ids(engine: Engine, wrong: object, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        engine.generate([1], max_new_tokens=1, stop_ids=wrong)  # type: ignore[arg-type]
+
+
 def test_more_tokens_than_the_cache(engine: Engine) -> None:
     with pytest.raises(CapacityError) as caught:
         engine.generate(list(range(60)), max_new_tokens=6)
@@ -90,9 +103,13 @@ def test_limits_outside_their_range(wrong: dict[str, int]) -> None:
         Limits(**wrong)  # type: ignore[arg-type]
 
 
-def test_rows_outside_the_prompt(engine: Engine) -> None:
-    with pytest.raises(UsageError, match="rows=2:5"):
-        engine.logits([1, 2, 3], rows=(2, 5))
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [((2, 5), "rows=2:5"), ((2, 2), "rows=2:2"), ((-1, 2), "rows=-1:2"), (5, "two int"), ((0.5, 2), "two int")],
+)
+def test_rows_outside_the_prompt(engine: Engine, rows: object, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        engine.logits([1, 2, 3], rows=rows)  # type: ignore[arg-type]
 
 
 def test_context_beyond_the_model(open_micro: Callable[..., Engine]) -> None:
