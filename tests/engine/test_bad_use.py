@@ -105,7 +105,13 @@ def test_limits_outside_their_range(wrong: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "text"),
-    [((2, 5), "rows=2:5"), ((2, 2), "rows=2:2"), ((-1, 2), "rows=-1:2"), (5, "two int"), ((0.5, 2), "two int")],
+    [
+        ((2, 5), "rows=2:5"),
+        ((2, 2), "rows=2:2"),
+        ((-1, 2), "rows=-1:2"),
+        (5, "two integers"),
+        ((0.5, 2), "two integers"),
+    ],
 )
 def test_rows_outside_the_prompt(engine: Engine, rows: object, text: str) -> None:
     with pytest.raises(UsageError, match=text):
