@@ -1,6 +1,7 @@
 """Builds the kernel images: a command, and the PEP 517 backend that runs it before setuptools.
 
     python build_kernels.py [--force] [--jobs N] [--archs sm_90a,sm_120] [--families glue] [--strict]
+    python build_kernels.py --controls      # the planted controls of the check, for sm_90a; never shipped
 
 Declarations -> one NVRTC unit per family and architecture -> flashnext_drv/_cubin/*.cubin and manifest.json.
 Needs neither GPU nor driver, and NVRTC only here: the package never imports it.  FLASHNEXT_ARCHS (read here
@@ -25,6 +26,7 @@ import multiprocessing
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -37,11 +39,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from flashnext_drv.errors import BuildError  # noqa: E402
-from flashnext_drv.kernels import catalog  # noqa: E402
+from flashnext_drv.kernels import catalog, planting  # noqa: E402
 from flashnext_drv.kernels.cubin import CubinKernel, read_cubin, spills  # noqa: E402
 from flashnext_drv.kernels.spec import KernelSpec  # noqa: E402
 
-__all__ = ["build", "build_editable", "build_sdist", "build_wheel", "main", "unit_text"]
+__all__ = ["build", "build_controls", "build_editable", "build_sdist", "build_wheel", "main", "unit_text"]
 
 NVRTC_WHEEL = ("nvidia-cuda-nvrtc", "13.0.88")
 HEADER_WHEEL = ("nvidia-cuda-runtime", "13.0.96")
@@ -56,12 +58,14 @@ PACKED_SOURCES = HERE / "flashnext_drv" / "_cuda_src"
 
 @dataclass(frozen=True)
 class Unit:
-    """One image to be: key is the digest of all that decides its bytes."""
+    """One image to be: key is the digest of all that decides its bytes.  sources: "" for those that lie
+    here."""
 
     family: str
     arch: str
     text: str
     key: str
+    sources: str = ""
 
     @property
     def file(self) -> str:
@@ -78,8 +82,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--families", default="", help="families, e.g. glue,exl3 (default: all)")
     parser.add_argument("--strict", action="store_true",
                         help="fail when a kernel is over its declared limits")
+    parser.add_argument("--controls", action="store_true",
+                        help="the planted controls of the check, and only these")
     given = parser.parse_args(argv)
     try:
+        if given.controls:
+            build_controls((archs(given.archs) if given.archs else ("sm_90a",))[0], jobs=given.jobs)
+            return 0
         families = tuple(given.families.replace(",", " ").split())
         over = build(archs(given.archs or None), families, force=given.force, jobs=given.jobs)
     except BuildError as error:
@@ -89,8 +98,8 @@ def main(argv: list[str]) -> int:
 
 
 def archs(text: str | None = None) -> tuple[str, ...]:
-    """The architectures to build: `text`, else FLASHNEXT_ARCHS, else all; "none" builds nothing (the simulator
-    needs no images).  Raises BuildError on an unknown one."""
+    """The architectures to build: `text`, else FLASHNEXT_ARCHS, else all; "none" builds nothing (the
+    simulator needs no images).  Raises BuildError on an unknown one."""
     wanted = text if text is not None else os.environ.get("FLASHNEXT_ARCHS", "")
     if wanted.strip() == "none":
         return ()
@@ -147,6 +156,39 @@ def build(wanted: tuple[str, ...], families: tuple[str, ...] = (), *, force: boo
           f"{sum(len(i['kernels']) for i in images)} kernels, {time.monotonic() - start:.1f} s",
           file=sys.stderr)
     return over
+
+
+def build_controls(arch: str, *, jobs: int = 0) -> None:
+    """Make the image of every planted control for `arch`, in a folder of their own that no wheel packs."""
+    start, folder = time.monotonic(), planting.control_root()
+    option_digest = _digest([arch, OPTIONS, _tool()])
+    try:
+        before = json.loads((folder / "manifest.json").read_bytes())
+    except (OSError, ValueError):
+        before = {}
+    entries: dict[str, dict[str, str]] = {}
+    with tempfile.TemporaryDirectory(prefix="flashnext-controls-") as scratch:
+        units = []
+        for spec, control in planting.controls():
+            name, digest = planting.control_image(spec, control), planting.control_digest(spec, control)
+            entries[name] = {"file": f"{name}.cubin", "digest": digest, "options": option_digest}
+            if before.get(name) == entries[name] and (folder / f"{name}.cubin").is_file():
+                continue
+            planting.plant(spec, control, Path(scratch) / name)
+            text = planting.planted_unit(spec, control)
+            units.append(Unit(name, arch, text, digest, str(Path(scratch) / name)))
+        if units:
+            _require_nvrtc()
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(max_workers=jobs or os.cpu_count() or 1, mp_context=fork) as pool:
+            for unit, (data, _) in zip(units, pool.map(_compile, units), strict=True):
+                _write(folder / f"{unit.family}.cubin", data)
+    for path in folder.glob("*.cubin"):
+        if path.stem not in entries:
+            path.unlink()
+    _write(folder / "manifest.json", (json.dumps(entries, indent=0, sort_keys=True) + "\n").encode())
+    print(f"build_kernels: {len(units)} planted controls compiled, {len(entries) - len(units)} cached, "
+          f"{time.monotonic() - start:.1f} s", file=sys.stderr)
 
 
 # ---- PEP 517 and 660 hooks.  Everything they need stands in build-system.requires.
@@ -411,7 +453,7 @@ def _compile(unit: Unit) -> tuple[bytes, str]:
     _check(nvrtc,
            nvrtc.nvrtcCreateProgram(ctypes.byref(program), unit.text.encode(), f"{unit.family}.cu".encode(),
                                            0, None, None))
-    options = [f"--gpu-architecture={unit.arch}", *OPTIONS, f"-I{catalog.source_root()}",
+    options = [f"--gpu-architecture={unit.arch}", *OPTIONS, f"-I{unit.sources or catalog.source_root()}",
                f"-I{root / 'include'}"]
     packed = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
     result = nvrtc.nvrtcCompileProgram(program, len(options), packed)

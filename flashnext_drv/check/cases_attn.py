@@ -357,7 +357,7 @@ def _qsa_attn(case: Case, seed: int) -> Operands:
                                 got["part_m"][r, h, p], got["part_l"][r, h, p], got["part_o"][r, h, p])
                     if special == "integers":
                         assert got["part_l"][r, h, p] == len(keys[cut]), f"l of row {r} head {h} part {p}"
-                        assert (got["part_o"][r, h, p] == vals[cut].sum(axis=0)).all(), f"o of row {r} head {h}"
+                        assert (got["part_o"][r, h, p] == vals[cut].sum(axis=0)).all(), f"o of row {r}, {h}"
             for name in ("part_m", "part_l", "part_o"):
                 untouched(f"{name} of row {r} beyond its parts", got[name][r, :, parts:])
         for name in ("part_m", "part_l", "part_o"):
@@ -408,9 +408,9 @@ def _qsa_merge(case: Case, seed: int) -> Operands:
         flag[1] = 1
     if special == "nonfinite":
         m[0, 0, 1], o[1, 1, 0, 5], o[1, 2, 1, 200], q[1, 3, HEAD + 9] = np.nan, np.inf, np.nan, np.nan
-    if special in ("midpoints", "integers"):     # weights 1 and an open gate: what is stored is the sum of o / l
+    if special in ("midpoints", "integers"):     # weights 1, an open gate: what is stored is the sum of o / l
         m[:n], length[:n], q[:n, :, HEAD:] = 0.0, 1.0, 128.0
-        o[:n] = (midpoints(seed, "o", o[:n].shape) if special == "midpoints" else np.round(o[:n]) * 2)
+        o[:n] = (midpoints(seed, "o", o[:n].shape) if special == "midpoints" else np.round(o[:n]) * 2 + 0.0)
     for r, used in enumerate(parts):
         for x in (m, length, o):
             x[r, :, used:] = np.nan

@@ -40,6 +40,7 @@ __all__ = [
     "make_weights",
     "operand_rows",
     "parse_linear",
+    "step_bound",
     "unit_chain",
     "unit_ranges",
 ]
@@ -160,13 +161,14 @@ def check_unit(name: str, got: NDArray[Any], x: NDArray[np.float16], w: Weights,
             terms = x64[:, None, k : k + 16] * w64[None, :, k : k + 16]
             largest = np.maximum(np.abs(terms).max(axis=-1), np.abs(exact))
             exact = exact + terms.sum(axis=-1)
-            bound += (
-                2.0**-23
-                * 1.01
-                * (9 * largest + 2 * np.maximum(np.abs(exact), largest))
-                * (2 if w.bf16 else 1)
-            )
+            bound += step_bound(largest, exact) * (2 if w.bf16 else 1)
     near(f"{name} (FP64)", got, exact, np.nan_to_num(bound, nan=0.0, posinf=0.0))
+
+
+def step_bound(largest: NDArray[Any], after: NDArray[Any]) -> NDArray[Any]:
+    """What a k16 step may err by.  largest: magnitude of its largest term, the sum before with them; after:
+    the exact sum."""
+    return np.asarray(2.0**-23 * 1.01 * (9 * largest + 2 * np.maximum(np.abs(after), largest)))
 
 
 def unit_chain(x: NDArray[np.float16], w: Weights, generation: str) -> NDArray[np.float32]:
@@ -393,7 +395,8 @@ def _finish(case: Case, seed: int) -> Operands:
                     size = size + F32_ULP * (np.abs(full) + size)
             same_bits(name, got[:rows], canonical(want))
             if launch.data == "integers":
-                assert (got[:rows] == part.astype(np.float64).sum(axis=0)).all(), f"{name}: not the exact integers"
+                exact = part.astype(np.float64).sum(axis=0)
+                assert (got[:rows] == exact).all(), f"{name}: not the exact integers"
             if not launch.data.startswith("nonfinite"):
                 near(f"{name} (FP64)", got[:rows], full, size)
 

@@ -35,8 +35,8 @@ from ..ledger import Ledger
 from ..lifetime import Owner
 
 __all__ = ["CaseResult", "CheckDevice", "Operands", "Ran", "Start", "Summary", "bits", "build_operands",
-           "canonical_bytes", "family_of", "hash_outputs", "inputs_kept", "launch_case", "main", "poison", "poison_byte",
-           "poisoned_with", "repeat_command", "run_all", "run_case"]
+           "canonical_bytes", "family_of", "hash_outputs", "inputs_kept", "launch_case", "main", "poison",
+           "poison_byte", "poisoned_with", "repeat_command", "run_all", "run_case"]
 
 Arrays = dict[str, NDArray[Any]]
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)

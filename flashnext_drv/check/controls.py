@@ -1,8 +1,9 @@
 """Planted controls: wrong variants of the kernels, made by edits of their real text, which must be reported.
 
-Owns: their images (linked into the simulator, or cubins that `python build_kernels.py --controls` made) and the
-verdict on each.  Called by worker.py and cli/check.py.  What must stay true: a control goes through the same
-stages as its kernel, and only a stage's own words make it red: an image that is missing or stale is an error.
+Owns: their images (linked into the simulator, or cubins that `python build_kernels.py --controls` made) and
+the verdict on each.  Called by worker.py and cli/check.py.  What must stay true: a control goes through the
+same stages as its kernel, and only a stage's own words make it red: an image that is missing or stale is an
+error.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ __all__ = ["Verdict", "build_simulator", "judge"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one control.  stage: which one reported it; "racecheck" when it cannot be brought to light
-    by running it here; "" when it was missed.  text: the stage's words, or why not."""
+    """What became of one control.  stage: which one reported it; "racecheck" when it cannot be brought to
+    light by running it here; "" when it was missed.  text: the stage's words, or why not."""
 
     kernel: str
     control: str
@@ -49,17 +50,24 @@ def build_simulator(families: tuple[str, ...] = ()) -> Path:
         for i, (spec, control) in enumerate(controls(families)):
             folder = Path(scratch) / str(i)
             plant(spec, control, folder)
-            variants.append(Variant(control_image(spec, control), planted(spec, control), folder,
-                                    control_digest(spec, control)))
+            variants.append(
+                Variant(
+                    control_image(spec, control),
+                    planted(spec, control),
+                    folder,
+                    control_digest(spec, control),
+                )
+            )
         return build(variants=variants)
 
 
 def judge(open_device: Callable[[], CheckDevice], spec: KernelSpec, control: Control) -> Verdict:
     """Run the control on its cases until a stage reports it.
 
-    open_device: gives a device that works, a fresh one after a broken one.  Raises BuildError when there is no
-    current image of the control, or it names a case that does not exist.
+    open_device: gives a device that works, a fresh one after a broken one.  Raises BuildError when there is
+    no current image of the control, or it names a case that does not exist.
     """
+
     def verdict(stage: str, case: str, text: str, red: bool) -> Verdict:
         return Verdict(spec.name, control.name, control.kind, red, stage, case, " ".join(text.split())[:400])
 
@@ -77,8 +85,7 @@ def judge(open_device: Callable[[], CheckDevice], spec: KernelSpec, control: Con
             return make_launch(module, planted(spec, control), grid, args)
 
         found = _reported(device, spec, case, given, real, start)
-        if not device.ctx.broken:
-            module.close()
+        module.close()
         if found is not None:
             return verdict(found[0], case.name, found[1], red=True)
     return verdict("", "", f"{len(cases)} cases saw nothing", red=False)
@@ -88,17 +95,27 @@ def _cases(spec: KernelSpec, control: Control) -> Sequence[Case]:
     by_name = {case.name: case for case in spec.cases}
     unknown = [name for name in control.cases if name not in by_name]
     if unknown:
-        raise BuildError(f"control {control.name} of kernel {spec.name} names no case", because=", ".join(unknown))
+        raise BuildError(
+            f"control {control.name} of kernel {spec.name} names no case", because=", ".join(unknown)
+        )
     return [by_name[name] for name in control.cases] or list(spec.cases)
 
 
-def _reported(device: CheckDevice, spec: KernelSpec, case: Case, given: Operands, real: Ran,
-              start: Start) -> tuple[str, str] | None:
+def _reported(
+    device: CheckDevice, spec: KernelSpec, case: Case, given: Operands, real: Ran, start: Start
+) -> tuple[str, str] | None:
     """(stage, its words) of the first stage that reports what `start` launches."""
     for stage, run in _trials(device, spec, case, given, real, start):
         try:
             run()
-        except (AssertionError, ContractError, DriverError, ArithmeticError, LookupError, ValueError) as error:
+        except (
+            AssertionError,
+            ContractError,
+            DriverError,
+            ArithmeticError,
+            LookupError,
+            ValueError,
+        ) as error:
             # the last three: an expectation that meets impossible values
             return stage, f"{type(error).__name__}: {error}"
         except FlashNextError as error:
@@ -108,8 +125,9 @@ def _reported(device: CheckDevice, spec: KernelSpec, case: Case, given: Operands
     return None
 
 
-def _trials(device: CheckDevice, spec: KernelSpec, case: Case, given: Operands, real: Ran,
-            start: Start) -> Iterator[tuple[str, Callable[[], object]]]:
+def _trials(
+    device: CheckDevice, spec: KernelSpec, case: Case, given: Operands, real: Ran, start: Start
+) -> Iterator[tuple[str, Callable[[], object]]]:
     ran: list[Ran] = []
 
     def guards() -> None:
@@ -119,7 +137,9 @@ def _trials(device: CheckDevice, spec: KernelSpec, case: Case, given: Operands, 
     def same_bytes() -> None:
         for name, array in real.outputs.items():
             for x, y in zip(planes(array), planes(ran[0].found[name]), strict=True):
-                assert (x == y).all(), f"{name}: {int((x != y).sum())} of {x.size} elements differ from the kernel's"
+                assert (x == y).all(), (
+                    f"{name}: {int((x != y).sum())} of {x.size} elements differ from the kernel's"
+                )
 
     yield "guards", guards
     yield "fp64", lambda: given.expect(ran[0].found)
@@ -137,19 +157,27 @@ def _image(device: CheckDevice, spec: KernelSpec, control: Control) -> tuple[byt
         return simulator_image(name, digest), digest
     entry = _manifest().get(name)
     if entry is None or entry["digest"] != digest:
-        raise BuildError(f"the image of {name} is {'missing' if entry is None else 'stale'}",
-                         do="run python build_kernels.py --controls")
+        raise BuildError(
+            f"the image of {name} is {'missing' if entry is None else 'stale'}",
+            do="run python build_kernels.py --controls",
+        )
     try:
         return (control_root() / str(entry["file"])).read_bytes(), digest
     except OSError as error:
-        raise BuildError(f"the image of {name} cannot be read", do="run python build_kernels.py --controls") from error
+        raise BuildError(
+            f"the image of {name} cannot be read", do="run python build_kernels.py --controls"
+        ) from error
 
 
 @cache
 def _manifest() -> dict[str, dict[str, str]]:
     try:
-        data: dict[str, dict[str, str]] = json.loads((control_root() / "manifest.json").read_text(encoding="utf-8"))
+        data: dict[str, dict[str, str]] = json.loads(
+            (control_root() / "manifest.json").read_text(encoding="utf-8")
+        )
         return data
     except (OSError, ValueError) as error:
-        raise BuildError("no images of planted controls were built",
-                         do="run python build_kernels.py --controls, or check with --no-controls") from error
+        raise BuildError(
+            "no images of planted controls were built",
+            do="run python build_kernels.py --controls, or check with --no-controls",
+        ) from error

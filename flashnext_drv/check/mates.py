@@ -45,11 +45,12 @@ def longest_run(spec: KernelSpec, given: Operands) -> int:
     """Rows of the longest run; 1 for kernels that know no runs."""
     if not _by_run(spec) or not units(spec, given):
         return 1
-    return int(given.arrays["runs"]["n_rows"][:units(spec, given)].max())
+    return int(given.arrays["runs"]["n_rows"][: units(spec, given)].max())
 
 
-def select(spec: KernelSpec, given: Operands, wanted: Sequence[int], *, step: int | None = None,
-           shrink: bool = False) -> Selection:
+def select(
+    spec: KernelSpec, given: Operands, wanted: Sequence[int], *, step: int | None = None, shrink: bool = False
+) -> Selection:
     """The launch of the `wanted` units alone, in that order.
 
     step: of each run only its row of this index (the run must have it).  shrink: rows_cap becomes the number
@@ -78,7 +79,7 @@ def select(spec: KernelSpec, given: Operands, wanted: Sequence[int], *, step: in
         for i, run in enumerate(runs):
             arrays["runs"][i] = run
             if "rows" in arrays:
-                arrays["rows"]["run"][run[1]:run[1] + run[2]] = i
+                arrays["rows"]["run"][run[1] : run[1] + run[2]] = i
     arrays["round"] = arrays["round"].copy()
     arrays["round"]["n_rows"], arrays["round"]["rows_cap"] = len(order), cap
     arrays["round"]["n_runs"] = len(runs) if _by_run(spec) else len(order)
@@ -87,8 +88,9 @@ def select(spec: KernelSpec, given: Operands, wanted: Sequence[int], *, step: in
     return Selection(changed, tuple(order))
 
 
-def check_mates(device: CheckDevice, spec: KernelSpec, given: Operands, whole: Ran,
-                start: Start | None = None) -> int:
+def check_mates(
+    device: CheckDevice, spec: KernelSpec, given: Operands, whole: Ran, start: Start | None = None
+) -> int:
     """All units turned round, the last alone without padding, and all but the last: equal bytes for each row,
     and the same changes elsewhere.  Returns how many launches were compared; AssertionError says what
     differs."""
@@ -98,7 +100,10 @@ def check_mates(device: CheckDevice, spec: KernelSpec, given: Operands, whole: R
     turned = select(spec, given, range(n - 1, -1, -1))
     _same_rows("turned round", spec, whole, turned, launch_case(device, spec, turned.operands, start))
     parts = []
-    for name, wanted, shrink in (("the last alone", [n - 1], True), ("without the last", range(n - 1), False)):
+    for name, wanted, shrink in (
+        ("the last alone", [n - 1], True),
+        ("without the last", range(n - 1), False),
+    ):
         part = select(spec, given, list(wanted), shrink=shrink)
         parts.append((name, part, launch_case(device, spec, part.operands, start)))
     for name, part, ran in parts:
@@ -109,21 +114,24 @@ def check_mates(device: CheckDevice, spec: KernelSpec, given: Operands, whole: R
         for name, _, ran in parts:
             changed = _raw(ran.found[array]) != _raw(before)
             wrong = changed & (_raw(ran.found[array]) != _raw(after))
-            assert not wrong.any(), f"{array}, {name}: {int(wrong.sum())} elements differ from the whole launch"
+            assert not wrong.any(), (
+                f"{array}, {name}: {int(wrong.sum())} elements differ from the whole launch"
+            )
             _raw(joined)[changed] = _raw(ran.found[array])[changed]
         lost = _raw(joined) != _raw(after)
         assert not lost.any(), f"{array}: {int(lost.sum())} elements change in the whole launch alone"
     return 1 + len(parts)
 
 
-def check_cuts(device: CheckDevice, spec: KernelSpec, given: Operands, whole: Ran,
-               start: Start | None = None) -> int:
+def check_cuts(
+    device: CheckDevice, spec: KernelSpec, given: Operands, whole: Ran, start: Start | None = None
+) -> int:
     """The runs one row at a time, the state handed on: the bytes of the whole launch.  Returns the launches;
     0 where no run has two rows."""
     longest = longest_run(spec, given)
     if not 1 < longest <= _MOST_STEPS:
         return 0
-    lengths = given.arrays["runs"]["n_rows"][:units(spec, given)]
+    lengths = given.arrays["runs"]["n_rows"][: units(spec, given)]
     state: Arrays = {}
     for step in range(longest):
         wanted = [i for i, n in enumerate(lengths) if n > step]
@@ -148,8 +156,9 @@ def planes(array: NDArray[Any]) -> list[NDArray[Any]]:
     return [words]
 
 
-def _same_rows(name: str, spec: KernelSpec, whole: Ran, part: Selection, ran: Ran, *,
-               elsewhere: bool = True) -> None:
+def _same_rows(
+    name: str, spec: KernelSpec, whole: Ran, part: Selection, ran: Ran, *, elsewhere: bool = True
+) -> None:
     n = len(part.order)
     for output in whole.names:
         axis = _row_axis(spec, output)
@@ -163,8 +172,10 @@ def _same_rows(name: str, spec: KernelSpec, whole: Ran, part: Selection, ran: Ra
         wanted = np.take(whole.found[output], part.order, axis)
         for got, want in zip(planes(live), planes(wanted), strict=True):
             differ = got != want
-            assert not differ.any(), (f"{output}, {name}: {int(differ.sum())} of {got.size} elements differ from "
-                                      f"the whole launch, first at {tuple(int(i) for i in np.argwhere(differ)[0])}")
+            assert not differ.any(), (
+                f"{output}, {name}: {int(differ.sum())} of {got.size} elements differ from "
+                f"the whole launch, first at {tuple(int(i) for i in np.argwhere(differ)[0])}"
+            )
         kept = np.take(ran.sent[output], range(n, ran.sent[output].shape[axis]), axis)
         assert rest.tobytes() == kept.tobytes(), f"{output}, {name}: padding rows were written"
 
@@ -198,10 +209,13 @@ def _grid_of_rows(spec: KernelSpec) -> tuple[bool, bool, bool]:
     return per_row[0], per_row[1], per_row[2]
 
 
-def _taken(array: NDArray[Any], axis: int, order: Sequence[int], old_cap: int, cap: int,
-           name: str) -> NDArray[Any]:
-    assert array.shape[axis] == old_cap, f"array {name} has {array.shape} and no {old_cap} rows on axis {axis}"
-    out = poison((*array.shape[:axis], cap, *array.shape[axis + 1:]), array.dtype)
+def _taken(
+    array: NDArray[Any], axis: int, order: Sequence[int], old_cap: int, cap: int, name: str
+) -> NDArray[Any]:
+    assert array.shape[axis] == old_cap, (
+        f"array {name} has {array.shape} and no {old_cap} rows on axis {axis}"
+    )
+    out = poison((*array.shape[:axis], cap, *array.shape[axis + 1 :]), array.dtype)
     out[(slice(None),) * axis + (slice(0, len(order)),)] = np.take(array, list(order), axis)
     return out
 

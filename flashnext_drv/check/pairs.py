@@ -1,9 +1,9 @@
-"""Kernels that must agree in bytes: those of one order wherever both accept the operands, and a kernel with the
-one it replaces.
+"""Kernels that must agree in bytes: those of one order wherever both accept the operands, and a kernel with
+the one it replaces.
 
-Owns: which pairs there are, and how the operands of one become those of the other.  Called by stages.py on the
-cases of the first of a pair; a kernel in `replaces` runs on the same operands.  What must stay true: every
-kernel of a shared order stands in a pair, or its declaration says why not.
+Owns: which pairs there are, and how the operands of one become those of the other.  Called by stages.py on
+the cases of the first of a pair; a kernel in `replaces` runs on the same operands.  What must stay true:
+every kernel of a shared order stands in a pair, or its declaration says why not.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .operands import field_at, round_table
 __all__ = ["PAIRS", "Pair", "check_pairs"]
 
 _MOST_LINEARS: Final = 96
-Expected = list[tuple[str, NDArray[Any], NDArray[Any]]]     # name, by the first kernel, by the other
+Expected = list[tuple[str, NDArray[Any], NDArray[Any]]]  # name, by the first kernel, by the other
 
 
 @dataclass(frozen=True)
 class Pair:
-    """`kernel` and `other` agree.  turn: from the first's case, operands and run, the other's operands and what
-    to compare; None where the other does not accept the case."""
+    """`kernel` and `other` agree.  turn: from the first's case, operands and run, the other's operands and
+    what to compare; None where the other does not accept the case."""
 
     kernel: str
     other: str
@@ -52,8 +52,10 @@ def check_pairs(device: CheckDevice, spec: KernelSpec, case: Case, given: Operan
             for a, b in zip(planes(mine), planes(theirs), strict=True):
                 assert a.shape == b.shape, f"{name}: {a.shape} here, {b.shape} in {pair.other}"
                 differ = a != b
-                assert not differ.any(), (f"{name}: {int(differ.sum())} of {a.size} elements differ from those of "
-                                          f"{pair.other}, first at {tuple(int(i) for i in np.argwhere(differ)[0])}")
+                assert not differ.any(), (
+                    f"{name}: {int(differ.sum())} of {a.size} elements differ from those of "
+                    f"{pair.other}, first at {tuple(int(i) for i in np.argwhere(differ)[0])}"
+                )
         said.append(pair.other)
     return f"bytes of {', '.join(said)}" if said else ""
 
@@ -74,7 +76,9 @@ def _streams(case: Case, given: Operands, ran: Ran) -> tuple[Operands, Callable[
         return None
     arrays = {name: given.arrays[name] for name in ("round", "streams", "y", "inject")}
     hidden, cap = int(given.scalars["hidden"]), len(arrays["y"])
-    operands = Operands(arrays, {"hidden": hidden}, (-(-hidden // 256), cap, 1), [], ("streams",), lambda _: None)
+    operands = Operands(
+        arrays, {"hidden": hidden}, (-(-hidden // 256), cap, 1), [], ("streams",), lambda _: None
+    )
     return operands, lambda other: [("streams", ran.found["streams"], other.found["streams"])]
 
 
@@ -90,8 +94,9 @@ def _slots(case: Case, given: Operands, parts: tuple[str, ...]) -> Iterator[tupl
 def _target(given: Operands, expert: int, *path: str) -> tuple[str, int]:
     """(array, byte offset) that a pointer of an expert's line leads to."""
     at = expert * LINE.itemsize + field_at(LINE, *path)
-    return next((name, offset) for table, place, name, offset in given.relocations
-                if table == "lines" and place == at)
+    return next(
+        (name, offset) for table, place, name, offset in given.relocations if table == "lines" and place == at
+    )
 
 
 def _expert_dots(case: Case, given: Operands, ran: Ran) -> tuple[Operands, Callable[[Ran], Expected]] | None:
@@ -114,35 +119,44 @@ def _expert_dots(case: Case, given: Operands, ran: Ran) -> tuple[Operands, Calla
         first += int(one["n_warps"])
         data, offset = _target(given, expert, part, "data")
         arrays[data] = given.arrays[data]
-        arrays[f"x{j}"] = given.arrays["x"][row, slot, p:p + 1, :k].copy()
+        arrays[f"x{j}"] = given.arrays["x"][row, slot, p : p + 1, :k].copy()
         arrays[f"part{j}"] = poison((segments, 1, n), np.float32)
         at = j * LINEAR.itemsize
-        moves += [("linears", at + field_at(LINEAR, "w", "data"), data, offset),
-                  ("linears", at + field_at(LINEAR, "x"), f"x{j}", 0),
-                  ("linears", at + field_at(LINEAR, "part"), f"part{j}", 0)]
+        moves += [
+            ("linears", at + field_at(LINEAR, "w", "data"), data, offset),
+            ("linears", at + field_at(LINEAR, "x"), f"x{j}", 0),
+            ("linears", at + field_at(LINEAR, "part"), f"part{j}", 0),
+        ]
     names = tuple(f"part{j}" for j in range(len(dots)))
-    operands = Operands(arrays, {"n_linears": len(dots)}, (-(-first // 4), 1, 1), moves, names, lambda _: None)
+    operands = Operands(
+        arrays, {"n_linears": len(dots)}, (-(-first // 4), 1, 1), moves, names, lambda _: None
+    )
 
     def compared(other: Ran) -> Expected:
         out = []
         for j, (row, slot, p, part, _) in enumerate(dots):
             theirs = other.found[f"part{j}"][:, 0]
-            mine = ran.found["part"][:theirs.shape[0], row, slot, p, :theirs.shape[1]]
+            mine = ran.found["part"][: theirs.shape[0], row, slot, p, : theirs.shape[1]]
             out.append((f"row {row} slot {slot} {part}", np.ascontiguousarray(mine), theirs))
         return out
 
     return operands, compared
 
 
-def _expert_operands(case: Case, given: Operands, ran: Ran) -> tuple[Operands, Callable[[Ran], Expected]] | None:
+def _expert_operands(
+    case: Case, given: Operands, ran: Ran
+) -> tuple[Operands, Callable[[Ran], Expected]] | None:
     """moe_input -> linear_input: every (row, slot, projection) as a linear of that row alone."""
     dots = list(_slots(case, given, ("gate", "up")))
     hidden = int(given.scalars["hidden"])
     by_row = [dot for dot in dots if dot[0] == dots[0][0]]
     row = by_row[0][0]
     table = np.zeros(len(by_row), LINEAR)
-    arrays: dict[str, NDArray[Any]] = {"round": round_table(1, 1), "linears": table,
-                                       "x": given.arrays["m"][row:row + 1].copy()}
+    arrays: dict[str, NDArray[Any]] = {
+        "round": round_table(1, 1),
+        "linears": table,
+        "x": given.arrays["m"][row : row + 1].copy(),
+    }
     moves = []
     for j, (_, _, _, part, expert) in enumerate(by_row):
         table[j]["k"], table[j]["n"], table[j]["x_stride"] = hidden, 128, hidden
@@ -150,14 +164,24 @@ def _expert_operands(case: Case, given: Operands, ran: Ran) -> tuple[Operands, C
         suh, offset = _target(given, expert, part, "suh")
         arrays[suh] = given.arrays[suh]
         arrays[f"to{j}"] = poison((1, hidden), np.float16)
-        moves += [("linears", j * LINEAR.itemsize + field_at(LINEAR, "w", "suh"), suh, offset),
-                  ("linears", j * LINEAR.itemsize + field_at(LINEAR, "x"), f"to{j}", 0)]
-    operands = Operands(arrays, {"x_stride": hidden}, (-(-hidden // 512), len(by_row), 1), moves,
-                        tuple(f"to{j}" for j in range(len(by_row))), lambda _: None)
+        moves += [
+            ("linears", j * LINEAR.itemsize + field_at(LINEAR, "w", "suh"), suh, offset),
+            ("linears", j * LINEAR.itemsize + field_at(LINEAR, "x"), f"to{j}", 0),
+        ]
+    operands = Operands(
+        arrays,
+        {"x_stride": hidden},
+        (-(-hidden // 512), len(by_row), 1),
+        moves,
+        tuple(f"to{j}" for j in range(len(by_row))),
+        lambda _: None,
+    )
 
     def compared(other: Ran) -> Expected:
-        return [(f"row {row} slot {slot} {part}", ran.found["x"][row, slot, p], other.found[f"to{j}"][0])
-                for j, (_, slot, p, part, _) in enumerate(by_row)]
+        return [
+            (f"row {row} slot {slot} {part}", ran.found["x"][row, slot, p], other.found[f"to{j}"][0])
+            for j, (_, slot, p, part, _) in enumerate(by_row)
+        ]
 
     return operands, compared
 

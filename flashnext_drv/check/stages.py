@@ -2,8 +2,9 @@
 
     fp64       the case's expectation: FP64 or exact, from the operands as the kernel rounded them
     guards     zones around every array are whole, arrays that are declared read-only unchanged
-    written    the case again with another poison everywhere: the expectation holds, and what is written is equal
-    repeat     three runs more, outputs poisoned otherwise each time; in the simulator lanes, warps and blocks
+    written    the case again with another poison everywhere: the expectation holds, and what is written is
+    equal repeat     three runs more, outputs poisoned otherwise each time; in the simulator lanes, warps and
+    blocks
                in another order each time
     order      bytes of other kernels of the order, and of the kernel it replaces (pairs.py)
     mates      rows turned round, alone, without padding; runs one token at a time (mates.py)
@@ -43,15 +44,15 @@ __all__ = ["Masks", "Result", "check_kernel", "poisoned_otherwise", "repeats", "
 
 Masks = dict[str, NDArray[np.bool_]]
 
-_OTHER_POISON: Final = 0x5A     # finite in every float format
-_REPEATS: Final = ((0x00, 3), (0xA5, 11), (0x7F, 77))     # poison of the outputs, simulator seed
+_OTHER_POISON: Final = 0x5A  # finite in every float format
+_REPEATS: Final = ((0x00, 3), (0xA5, 11), (0x7F, 77))  # poison of the outputs, simulator seed
 _DATA: Final = ("integers", "midpoints", "nonfinite")
 
 
 @dataclass(frozen=True)
 class Result:
-    """One stage of one case ("" for all of a kernel).  text: what was seen, or why it fails.  exempt: the stage
-    does not apply, and text says why."""
+    """One stage of one case ("" for all of a kernel).  text: what was seen, or why it fails.  exempt: the
+    stage does not apply, and text says why."""
 
     kernel: str
     case: str
@@ -81,12 +82,19 @@ def check_kernel(open_device: Callable[[], CheckDevice], spec: KernelSpec, seed:
         if stage in shown:
             continue
         why = spec.exempt.get(stage, "")
-        yield Result(spec.name, "", stage, bool(why), why or "not shown, and the declaration does not say why",
-                     exempt=bool(why))
+        yield Result(
+            spec.name,
+            "",
+            stage,
+            bool(why),
+            why or "not shown, and the declaration does not say why",
+            exempt=bool(why),
+        )
 
 
-def _check_case(open_device: Callable[[], CheckDevice], spec: KernelSpec, case: Case,
-                seed: int) -> Iterator[Result]:
+def _check_case(
+    open_device: Callable[[], CheckDevice], spec: KernelSpec, case: Case, seed: int
+) -> Iterator[Result]:
     def result(stage: str, what: Callable[[], object]) -> Result:
         try:
             done = what()
@@ -120,8 +128,14 @@ def _run_guarded(device: CheckDevice, spec: KernelSpec, given: Operands, out: li
     out.append(ran)
 
 
-def written(device: CheckDevice, spec: KernelSpec, other: Operands, first: Ran, masks: Masks,
-            start: Start | None = None) -> None:
+def written(
+    device: CheckDevice,
+    spec: KernelSpec,
+    other: Operands,
+    first: Ran,
+    masks: Masks,
+    start: Start | None = None,
+) -> None:
     """Run a case whose padding and outputs hold another poison, against its expectation and the first run."""
     with poisoned_with(_OTHER_POISON):
         ran = launch_case(device, spec, other, start)
@@ -129,18 +143,28 @@ def written(device: CheckDevice, spec: KernelSpec, other: Operands, first: Ran, 
     _same_writes(first, ran, masks, _OTHER_POISON)
 
 
-def poisoned_otherwise(spec: KernelSpec, case: Case, given: Operands, seed: int = 0) -> tuple[Operands, Masks]:
+def poisoned_otherwise(
+    spec: KernelSpec, case: Case, given: Operands, seed: int = 0
+) -> tuple[Operands, Masks]:
     """The case with another poison, and of each output the elements that hold poison before the launch."""
     with poisoned_with(_OTHER_POISON):
         other = build_operands(spec.name, case, seed)
-    return other, {name: _is(given.arrays[name], poison_byte()) & _is(other.arrays[name], _OTHER_POISON)
-                   for name in given.outputs}
+    return other, {
+        name: _is(given.arrays[name], poison_byte()) & _is(other.arrays[name], _OTHER_POISON)
+        for name in given.outputs
+    }
 
 
-def repeats(device: CheckDevice, spec: KernelSpec, given: Operands, first: Ran, masks: Masks,
-            start: Start | None = None) -> None:
-    """Run again with other poison in the outputs, in the simulator in other orders; AssertionError when a byte
-    that is written differs, or one that was not is written."""
+def repeats(
+    device: CheckDevice,
+    spec: KernelSpec,
+    given: Operands,
+    first: Ran,
+    masks: Masks,
+    start: Start | None = None,
+) -> None:
+    """Run again with other poison in the outputs, in the simulator in other orders; AssertionError when a
+    byte that is written differs, or one that was not is written."""
     try:
         for byte, seed in _REPEATS:
             if control.attached():
@@ -166,7 +190,8 @@ def _same_writes(first: Ran, other: Ran, masks: Masks, byte: int) -> None:
             assert not differ.any(), (
                 f"{name}: {int(differ.sum())} of {x.size} elements differ between two runs (outputs first "
                 f"filled with 0x{poison_byte():02x}, then 0x{byte:02x}), first at "
-                f"{tuple(int(i) for i in np.argwhere(differ)[0])}")
+                f"{tuple(int(i) for i in np.argwhere(differ)[0])}"
+            )
 
 
 def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
@@ -188,7 +213,7 @@ def _mates(device: CheckDevice, spec: KernelSpec, given: Operands, ran: Ran) -> 
 
 def _reached(ran: Ran) -> str:
     """At least one NaN, infinity or flag among the outputs of a case of nonfinite data."""
-    counts = {}
+    counts: dict[str, int] = {}
     for name, array in ran.outputs.items():
         names = array.dtype.names or ("",)
         for field in names:

@@ -10,4 +10,4 @@ from typing import Final
 
 __all__ = ["COMMANDS"]
 
-COMMANDS: Final = ("doctor", "inspect", "synth", "generate", "logits", "records")
+COMMANDS: Final = ("doctor", "inspect", "synth", "generate", "logits", "check", "records")

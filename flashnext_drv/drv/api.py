@@ -25,7 +25,7 @@ from ..errors import ContextLost, DriverError, DriverMissing, OutOfMemory, Usage
 from . import faults
 from .faults import counters, ring
 
-__all__ = ["Handle", "binding_version", "counters", "ensure", "loaded", "ring"]
+__all__ = ["Handle", "binding_version", "counters", "ensure", "loaded", "resolve", "ring"]
 __all__ += ["cuCtxCreate", "cuCtxDestroy", "cuCtxDisablePeerAccess", "cuCtxEnablePeerAccess",
             "cuCtxGetCurrent",
             "cuCtxPopCurrent", "cuCtxPushCurrent", "cuCtxSynchronize", "cuDeviceCanAccessPeer", "cuDeviceGet",
@@ -106,6 +106,15 @@ def ensure(device: str = "auto") -> str:
         raise
     _launch_kernel = _driver.cuLaunchKernel
     return chosen
+
+
+def resolve(device: str) -> str:
+    """"cuda" or "sim": what `ensure(device)` would take; loads nothing into this process."""
+    if device not in ("auto", "cuda", "sim"):
+        raise UsageError(f"device {device!r} is unknown", do="use auto, cuda or sim")
+    if device != "auto":
+        return device
+    return _loaded or ("cuda" if _real_in_process() or _real_has_device() else "sim")
 
 
 def loaded() -> str:

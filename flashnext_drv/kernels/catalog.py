@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import BuildError
-from .spec import ARCHS, KernelSpec
+from .spec import ARCHS, STAGES, KernelSpec
 
 __all__ = ["ARCHS", "FAMILIES", "QUALIFIED", "Image", "KernelRecord", "Manifest", "cubin_root", "families",
-           "image_digest", "kernel_digest", "manifest", "pick_arch", "read_manifest", "source_digest",
-           "source_files", "source_root", "spec", "specs"]
+           "image_digest", "kernel_digest", "manifest", "pick_arch", "read_manifest", "require_whole",
+           "source_digest", "source_files", "source_root", "spec", "specs"]
 
 FAMILIES: Final = ("glue", "exl3", "attn", "gdn", "moe", "moe_gemv", "token", "move", "probe")
 # GPU generations for which tests/receipts holds a run of every kernel case; all others open with a warning.
@@ -149,6 +149,35 @@ def specs(family: str | None = None) -> tuple[KernelSpec, ...]:
                              because=f"no {one.source} in {root}",
                              do="add the file or drop the declaration")
     return declared
+
+
+def require_whole() -> None:
+    """Raise BuildError when a declaration lacks something, or a kernel source has no declaration.
+
+    Each kernel that is not broken on purpose names a known order (or none), reference, bound, cases, limits
+    of every architecture, and planted controls; what it replaces is declared; what it exempts is a stage.
+    """
+    known = (source_root() / "ARITHMETIC.md").read_text(encoding="utf-8")
+    names = {one.name for one in specs()}
+    wrong = [f"{one.name}: {text}" for one in specs() if not one.broken for text in _lacks(one, known, names)]
+    declared = {one.source for one in specs()}
+    found = {path.relative_to(source_root()).as_posix() for path in source_root().rglob("*.cu")}
+    wrong += [f"{path}: no kernel is declared" for path in sorted(found - declared)
+              if not path.startswith("retired/")]
+    if wrong:
+        raise BuildError("the kernel declarations are not whole", because="; ".join(wrong[:8]),
+                         do="declare what is missing")
+
+
+def _lacks(one: KernelSpec, known: str, names: set[str]) -> list[str]:
+    out = [f"order {order} is not in ARITHMETIC.md" for order in one.order.split(", ") if order not in known]
+    out += [f"no {what}" for what in ("reference", "bound", "cases", "controls") if not getattr(one, what)]
+    out += [f"no limits of {arch}" for arch in ARCHS if arch not in one.limits]
+    out += [f"exempts {stage!r} without a reason" for stage, why in one.exempt.items()
+            if stage not in STAGES or not why]
+    if one.replaces and one.replaces not in names:
+        out.append(f"replaces {one.replaces}, which is not declared")
+    return out
 
 
 def spec(name: str) -> KernelSpec:

@@ -295,9 +295,8 @@ LINEAR_FINISH: Final = (
         "last_leaf",
         "leaf",
         _EXL3,
-        "float one[4] = {0.f, 0.f, 0.f, 0.f}, two[4] = {0.f, 0.f, 0.f, 0.f}, four[4] = {0.f, 0.f, 0.f, 0.f};\n",
-        "float one[4] = {0.f, 0.f, 0.f, 0.f}, two[4] = {0.f, 0.f, 0.f, 0.f}, four[4] = {0.f, 0.f, 0.f, 0.f};\n"
-        "    if (leaves > 1u) leaves /= 2u;\n",
+        "four[4] = {0.f, 0.f, 0.f, 0.f};\n",
+        "four[4] = {0.f, 0.f, 0.f, 0.f};\n    if (leaves > 1u) leaves /= 2u;\n",
         "leaves",
     ),
     _one(

@@ -25,13 +25,11 @@ def _one(name: str, kind: str, file: str, old: str, new: str, *cases: str) -> Co
 
 SITE_NORM: Final = (
     _one(
-        "warps_in_order",
+        "elements_swapped",
         "order",
         _RMS,
-        "float low = fn_add(fn_add(p[0], p[1]), fn_add(p[2], p[3]));",
-        "float low = fn_add(fn_add(fn_add(p[0], p[1]), p[2]), p[3]);",
-        "real_width",
-        "beyond_registers",
+        "    acc = fn_fma(v.x, v.x, acc);\n    acc = fn_fma(v.y, v.y, acc);\n",
+        "    acc = fn_fma(v.y, v.y, acc);\n    acc = fn_fma(v.x, v.x, acc);\n",
     ),
     _one(
         "no_last_warps",

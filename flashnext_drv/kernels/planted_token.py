@@ -90,7 +90,8 @@ NGRAM_ROWS: Final = (
         "contraction",
         _NGRAM,
         "if (head_bias) v = fn_add(v, fn_h2f(fn_ldg(head_bias + (u64)head * row_dim + i)));",
-        "if (head_bias && bits) v = fn_fma(mul1_value(state(s, i, bits, row_dim)), scale, fn_h2f(fn_ldg(head_bias + (u64)head * row_dim + i)));",
+        "if (head_bias && bits) v = fn_fma(mul1_value(state(s, i, bits, row_dim)), scale, "
+        "fn_h2f(fn_ldg(head_bias + (u64)head * row_dim + i)));",
     ),
     _one(
         "heads_of_three", "index", _NGRAM, "if (head >= n_heads >> 1) x ^=", "if (head > n_heads >> 1) x ^="

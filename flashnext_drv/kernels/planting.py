@@ -1,8 +1,8 @@
 """Planted controls as text: the sources with a control's edits made.
 
-Read by build_kernels.py (stdlib only), which compiles them to cubins, and by check/controls.py, which has them
-linked into the simulator and runs them.  What must stay true: a control is the text that lies here now, changed
-by its edits alone; its digest covers everything that decides its bytes.
+Read by build_kernels.py (stdlib only), which compiles them to cubins, and by check/controls.py, which has
+them linked into the simulator and runs them.  What must stay true: a control is the text that lies here now,
+changed by its edits alone; its digest covers everything that decides its bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def control_image(spec: KernelSpec, control: Control) -> str:
 
 
 def control_root() -> Path:
-    """The folder of the controls' cubins and their manifest.json; it may not exist yet, and is never shipped."""
+    """The folder of the controls' cubins and their manifest.json; it may not exist yet, and is never
+    shipped."""
     return catalog.cubin_root() / "controls"
 
 
@@ -54,8 +55,9 @@ def control_digest(spec: KernelSpec, control: Control) -> str:
     """
     root = catalog.source_root()
     texts = _edited(spec, control)
-    digest = hashlib.sha256(json.dumps([control_image(spec, control), spec.macros(),
-                                        [arg.kind for arg in spec.args]]).encode())
+    digest = hashlib.sha256(
+        json.dumps([control_image(spec, control), spec.macros(), [arg.kind for arg in spec.args]]).encode()
+    )
     for path in (*catalog.source_files(_family(spec)), _HELPER):
         text = texts[path] if path in texts else (root / path).read_text(encoding="utf-8")
         digest.update(f"{path}\0{hashlib.sha256(text.encode()).hexdigest()}\0".encode())
@@ -88,13 +90,17 @@ def _edited(spec: KernelSpec, control: Control) -> dict[str, str]:
             try:
                 texts[edit.file] = (root / edit.file).read_text(encoding="utf-8")
             except OSError as error:
-                raise BuildError(f"control {control.name} of kernel {spec.name} edits {edit.file}",
-                                 because="there is no such source") from error
+                raise BuildError(
+                    f"control {control.name} of kernel {spec.name} edits {edit.file}",
+                    because="there is no such source",
+                ) from error
         found = texts[edit.file].count(edit.old)
         if found != 1:
-            raise BuildError(f"control {control.name} of kernel {spec.name} does not fit its source",
-                             because=f"its text stands {found} times in {edit.file}: {edit.old!r}",
-                             do="change the edit with the kernel")
+            raise BuildError(
+                f"control {control.name} of kernel {spec.name} does not fit its source",
+                because=f"its text stands {found} times in {edit.file}: {edit.old!r}",
+                do="change the edit with the kernel",
+            )
         texts[edit.file] = texts[edit.file].replace(edit.old, edit.new)
     texts[spec.source] = f'#include "{_HELPER}"\n' + texts[spec.source]
     return texts

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["ARCHS", "CONTROL_KINDS", "F32", "I32", "PTR", "STAGES", "U32", "U64", "Arg", "Case", "Control", "Edit",
-           "KernelSpec", "Limit"]
+__all__ = ["ARCHS", "CONTROL_KINDS", "F32", "I32", "PTR", "STAGES", "U32", "U64", "Arg", "Case", "Control",
+           "Edit", "KernelSpec", "Limit"]
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120", "sm_121")
-# What `flashnext-drv check` shows of every kernel (check/stages.py says how); a kernel to which one cannot apply
-# says why in `exempt`.
+# What `flashnext-drv check` shows of every kernel (check/stages.py says how); a kernel to which one cannot
+# apply says why in `exempt`.
 STAGES = ("fp64", "guards", "written", "repeat", "order", "mates", "integers", "midpoints", "nonfinite")
 _DATA_STAGES = ("integers", "midpoints", "nonfinite")
 CONTROL_KINDS = {
@@ -72,8 +72,9 @@ class Limit:
 @dataclass(frozen=True)
 class Case:
     """One named set of dimensions under which a kernel is checked; `dims` is read by the family's case
-    builder.  shows: the stages ("integers", "midpoints", "nonfinite") that this case's data are made for; where
-    dims["special"] or dims["data"] is one of these words, or begins with it, it need not be said again."""
+    builder.  shows: the stages ("integers", "midpoints", "nonfinite") that this case's data are made for;
+    where dims["special"] or dims["data"] is one of these words, or begins with it, it need not be said
+    again."""
 
     name: str
     dims: Mapping[str, int | float | str]
