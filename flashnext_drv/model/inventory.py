@@ -55,7 +55,8 @@ class Need:
 
     role: stable word for it ("gdn.in_proj_z", "site.down", ...), the same in every layer.  name: prefix of a
     linear, full name of another tensor.  k, n: inputs and outputs of a linear, else 0.  plain: the linear
-    must be f16 or bf16, not EXL3.  shape: of a tensor that is no linear.
+    must be f16 or bf16, not EXL3 (it shares its operand with others); exl3: it must be EXL3 (expert kernels
+    take nothing else).  shape: of a tensor that is no linear.
     """
 
     role: str
@@ -63,6 +64,7 @@ class Need:
     k: int = 0
     n: int = 0
     plain: bool = False
+    exl3: bool = False
     shape: tuple[int, ...] = ()
 
 
@@ -112,17 +114,17 @@ def _layer(c: ModelConfig, i_layer: int) -> Iterator[Need]:
     else:
         yield from _qsa(c, names.qsa(i_layer))
     mlp = names.mlp(i_layer)
-    yield Need("router", f"{mlp}.gate", c.hidden, c.n_experts)
+    yield Need("router", f"{mlp}.gate", c.hidden, c.n_experts, plain=True)
     yield Need("router.shared", f"{mlp}.shared_expert_gate", c.hidden, 1, plain=True)
     for i_expert in range(c.n_experts):
         expert = names.expert(i_layer, i_expert)
-        yield Need("expert.gate", f"{expert}.gate_proj", c.hidden, c.moe_width)
-        yield Need("expert.up", f"{expert}.up_proj", c.hidden, c.moe_width)
-        yield Need("expert.down", f"{expert}.down_proj", c.moe_width, c.hidden)
+        yield Need("expert.gate", f"{expert}.gate_proj", c.hidden, c.moe_width, exl3=True)
+        yield Need("expert.up", f"{expert}.up_proj", c.hidden, c.moe_width, exl3=True)
+        yield Need("expert.down", f"{expert}.down_proj", c.moe_width, c.hidden, exl3=True)
     shared = names.shared(i_layer)
-    yield Need("shared.gate", f"{shared}.gate_proj", c.hidden, c.shared_width)
-    yield Need("shared.up", f"{shared}.up_proj", c.hidden, c.shared_width)
-    yield Need("shared.down", f"{shared}.down_proj", c.shared_width, c.hidden)
+    yield Need("shared.gate", f"{shared}.gate_proj", c.hidden, c.shared_width, exl3=True)
+    yield Need("shared.up", f"{shared}.up_proj", c.hidden, c.shared_width, exl3=True)
+    yield Need("shared.down", f"{shared}.down_proj", c.shared_width, c.hidden, exl3=True)
 
 
 def _site(c: ModelConfig, prefix: str, inject: bool = True) -> Iterator[Need]:
@@ -160,8 +162,8 @@ def _qsa(c: ModelConfig, prefix: str) -> Iterator[Need]:
 
 def _ple(c: ModelConfig, prefix: str) -> Iterator[Need]:
     wide = c.n_streams * c.hidden
-    yield Need("ple.key", f"{prefix}.key_proj", c.ple_dim, wide)
-    yield Need("ple.value", f"{prefix}.value_proj", c.ple_dim, c.hidden)
+    yield Need("ple.key", f"{prefix}.key_proj", c.ple_dim, wide, plain=True)
+    yield Need("ple.value", f"{prefix}.value_proj", c.ple_dim, c.hidden, plain=True)
     yield Need("ple.conv", f"{prefix}.conv1d.weight", shape=(wide, 1, c.ple_taps))
     for part in ("norm_key", "norm_query", "norm_conv"):
         yield Need("ple.norm", f"{prefix}.{part}.weight", shape=(wide,))

@@ -248,6 +248,8 @@ class PackBase(ABC):
             )
         if need.plain and linear.is_exl3:
             raise wrong_tensor(main, "the kernels want this matrix as F16 or BF16")
+        if need.exl3 and not linear.is_exl3:
+            raise wrong_tensor(main, "the kernels want the matrices of experts as EXL3")
         if "bias" in linear.parts:
             raise wrong_tensor(self.tensor(linear.parts["bias"]), "no linear of the text model has a bias")
 

@@ -96,6 +96,30 @@ def test_legacy_sign_words(tensors: dict[str, Stored], logits: Callable[..., np.
     assert logits(old).tobytes() == changed != logits(tensors).tobytes()
 
 
+def test_plain_matrices_where_packs_have_exl3(
+    tensors: dict[str, Stored], logits: Callable[..., np.ndarray], micro: Path, tmp_path: Path
+) -> None:
+    """Every other kind of linear as f16 or bf16, against the reference on the same pack."""
+    plain, pack, bf16 = dict(tensors), Pack.open(micro), False
+    layers = "model.language_model.layers"
+    parts = ("0.linear_attn.in_proj_qkv", "0.linear_attn.in_proj_z", "0.linear_attn.out_proj",
+             "3.self_attn.q_proj", "3.self_attn.k_proj", "3.self_attn.v_proj", "3.self_attn.o_proj",
+             "3.self_attn.indexer.index_qk_proj")  # fmt: skip
+    for stem in (*(f"{layers}.{part}" for part in parts), "lm_head"):
+        info = pack.linear(stem)
+        for name in (*info.parts.values(), f"{stem}.{info.codebook}"):
+            del plain[name]
+        values = np.random.default_rng(info.n).standard_normal((info.n, info.k)) / np.sqrt(info.k)
+        words = (values.astype("<f4").view("<u4") >> 16).astype("<u2") if bf16 else values.astype("<f2")
+        plain[f"{stem}.weight"] = ("BF16" if bf16 else "F16", [info.n, info.k], words.tobytes())
+        bf16 = not bf16
+    got = logits(plain)
+    weights = FolderWeights(tmp_path / "pack")
+    model = Model(Dims.from_config(weights.config()), weights, CONTRACT_FP32)
+    want = model.step(IDS, model.new_state()).logits
+    assert median_error(got, want) < 0.001 * np.abs(want).max()
+
+
 def test_plain_bf16_ngram_table(
     tensors: dict[str, Stored], logits: Callable[..., np.ndarray], micro: Path, tmp_path: Path
 ) -> None:

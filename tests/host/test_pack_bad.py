@@ -332,6 +332,29 @@ def test_bias_that_the_model_does_not_have(broken: Callable[..., Path]) -> None:
     assert error.tensor == "lm_head.bias" and "has a bias" in str(error)
 
 
+@pytest.mark.parametrize("part", ["mlp.experts.5.up_proj", "mlp.shared_expert.down_proj"])
+def test_plain_expert(broken: Callable[..., Path], part: str) -> None:
+    """The expert kernels know the EXL3 forms alone."""
+    name = f"model.language_model.layers.0.{part}"
+    changes: dict[str, Any] = {f"{name}.{end}": None for end in ("trellis", "suh", "svh", "mul1")}
+    error = refused(broken(**changes, **{f"{name}.weight": ("F16", (128, 128))}), "wrong dtype or shape")
+    assert error.tensor == f"{name}.weight" and "experts as EXL3" in str(error)
+
+
+@pytest.mark.parametrize("part", ["key_proj", "value_proj"])
+def test_quantized_matrix_that_shares_its_operand(broken: Callable[..., Path], part: str) -> None:
+    """Key and value read one operand, which is not rotated: EXL3 weights would give wrong sums unseen."""
+    name = f"model.language_model.layers.1.ple.{part}"
+    n, k = Pack.open(MICRO).tensors[f"{name}.weight"].shape
+    quantized: dict[str, Any] = {
+        f"{name}.trellis": ("I16", (k // 16, n // 16, 64)),
+        f"{name}.suh": ("F16", (k,)),
+        f"{name}.svh": ("F16", (n,)),
+    }
+    error = refused(broken(**{f"{name}.weight": None}, **quantized), "wrong dtype or shape")
+    assert error.tensor == f"{name}.trellis" and "F16 or BF16" in str(error)
+
+
 def test_quantized_token_embedding(broken: Callable[..., Path]) -> None:
     name = "model.language_model.embed_tokens"
     error = refused(broken(**{f"{name}.trellis": ("I16", (512, 65))}), "token embedding is quantized")
