@@ -107,6 +107,15 @@ def ngram_info(pack: Source, i_ple: int = 0) -> NgramInfo:
             do="fetch every shard of the table",
         )
     bias = _find(names, "head_bias")
+    if (bias is None) != (codec == BF16_ROWS):
+        raise CheckpointError(
+            "n-gram table and head_bias do not belong together",
+            file=str(first.file),
+            tensor=first.name,
+            head_bias=bias or "missing",
+            because="trellis rows need a head_bias, plain rows have none",
+            do="fetch ngram_embedding.safetensors again",
+        )
     if bias is not None:
         tensor = pack.tensors[bias]
         if tensor.dtype != "F16" or tensor.shape != (config.n_ngram_heads, config.ngram_row_dim):

@@ -415,6 +415,18 @@ def test_impossible_row_width(broken: Callable[..., Path], bits: int) -> None:
     assert refused(broken(**changes), "impossible width").bits == bits
 
 
+def test_trellis_table_without_head_bias(broken: Callable[..., Path]) -> None:
+    error = refused(broken(**{f"{NGRAM}.head_bias": None}), "head_bias do not belong together")
+    assert error.tensor == f"{NGRAM}.shard_0.trellis" and error.head_bias == "missing"
+
+
+def test_plain_table_with_head_bias(broken: Callable[..., Path]) -> None:
+    changes: dict[str, Any] = {f"{NGRAM}.shard_{i}.trellis": None for i in (0, 1)}
+    changes |= {f"{NGRAM}.shard_{i}.weight": ("BF16", (448, 160)) for i in (0, 1)}
+    error = refused(broken(**changes), "head_bias do not belong together")
+    assert error.head_bias == f"{NGRAM}.head_bias"
+
+
 def test_fp8_table(broken: Callable[..., Path]) -> None:
     changes: dict[str, Any] = {f"{NGRAM}.shard_{i}.trellis": None for i in (0, 1)}
     changes |= {f"{NGRAM}.shard_{i}.weight": ("F8_E4M3", (448, 160)) for i in (0, 1)}
