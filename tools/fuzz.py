@@ -131,7 +131,8 @@ def main(argv: list[str]) -> int:
     targets = tuple(t for t in (*TARGETS, *DEVICE_TARGETS) if given.target == t.name) or TARGETS
     if given.device:
         api.ensure(given.device)
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    # of what can be written to: the simulator keeps the addresses of freed memory, which take none
+    resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     found = run_fuzz(given.n, given.seed, targets=targets, only=given.only, device=given.device,
                      cpu_s=given.cpu_s, wall_s=given.wall_s, growth_kib=given.growth_kib)
     for text in found.failures:

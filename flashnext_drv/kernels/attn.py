@@ -15,7 +15,8 @@ from __future__ import annotations
 from typing import Final
 
 from . import planted_attn as planted
-from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec, Limit
+from .limits import limits_of
+from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec
 
 __all__ = ["INDEX_SCORE", "INDEX_SELECT", "KERNELS", "QSA_ATTN", "QSA_MERGE", "QSA_PREP"]
 
@@ -46,7 +47,8 @@ def _case(name: str, rows: str, n_q: int = 4, n_kv: int = 2, budget: int = 8, pa
           **dims: int | float | str) -> Case:
     special = str(dims.get("special", ""))
     shows = ("nonfinite",) if special in ("nan", "inf", "many_nan", "long_nan", "flag") else ()
-    return Case(name, {"rows": rows, "n_q": n_q, "n_kv": n_kv, "budget": budget, "pages": pages, **dims}, shows)
+    all_dims = {"rows": rows, "n_q": n_q, "n_kv": n_kv, "budget": budget, "pages": pages, **dims}
+    return Case(name, all_dims, shows)
 
 
 QSA_PREP: Final = KernelSpec(
@@ -62,7 +64,7 @@ QSA_PREP: Final = KernelSpec(
           Arg("q16", PTR, "(rows_cap, n_q, 256) f16", "w"), Arg("iq16", PTR, "(rows_cap, 4, 128) f16", "w"),
           _N_Q, _N_KV, Arg("rope_dim", U32, "64, or 0: no rotation"), Arg("eps", F32, "1e-7..1e-4")),
     grid="ceil((n_q + 2 n_kv + 5) / 4), rows_cap", block=128,
-    limits={"sm_90a": Limit(regs=48, blocks_per_sm=8), "sm_80": Limit(regs=48, blocks_per_sm=8)},
+    limits=limits_of("qsa_prep"),
     reference="attn.SparseAttention",
     rows=dict.fromkeys(("rows", "q", "k", "v", "idx", "rope", "rope_block", "q16", "iq16"), 0),
     exempt={"order": "the only kernel of its order",
@@ -89,9 +91,10 @@ INDEX_SCORE: Final = KernelSpec(
     args=(_ROUND, _ROWS, _SLOTS, Arg("iq16", PTR, "(rows_cap, 4, 128) f16", "r"), _INDEX_OFFSET,
           Arg("score", PTR, "(rows_cap, max_blocks) f32, blocks seen only, and only beyond the budget", "w"),
           _MAX_BLOCKS, _BUDGET),
-    grid="any, rows_cap", block=128, limits={"sm_90a": Limit(regs=96), "sm_80": Limit(regs=96)},
+    grid="any, rows_cap", block=128, limits=limits_of("index_score"),
     reference="attn.block_scores", rows=dict.fromkeys(("rows", "iq16", "score"), 0),
-    exempt={"order": "the only kernel of its order", "midpoints": "outputs are f32: nothing is rounded to f16"},
+    exempt={"order": "the only kernel of its order",
+            "midpoints": "outputs are f32: nothing is rounded to f16"},
     controls=planted.INDEX_SCORE,
     bound="A head's dot is a chain of 8 mma steps (cases_attn.mma_bound: each step cuts 17 terms below "
           "2^-25 of the largest and its result below 2^-23; or twice 9 terms below 2^-24); three additions "
@@ -113,7 +116,7 @@ INDEX_SELECT: Final = KernelSpec(
           Arg("sel", PTR, "(rows_cap, budget) u32, rising block ids, only beyond the budget", "w"),
           Arg("flag", PTR, "(rows_cap) u32: 1 when a score is NaN", "w"), _MAX_BLOCKS, _BUDGET),
     grid="rows_cap", block=512, shared_bytes=41104,
-    limits={"sm_90a": Limit(regs=96, blocks_per_sm=1), "sm_80": Limit(regs=96, blocks_per_sm=1)},
+    limits=limits_of("index_select"),
     reference="attn.choose_blocks", bound="Exact.", rows=dict.fromkeys(("rows", "score", "sel", "flag"), 0),
     exempt={"order": "the only kernel of its order", "midpoints": "outputs are integers",
             "integers": "chooses by integer keys: every case has one right answer"},
@@ -148,7 +151,7 @@ QSA_ATTN: Final = KernelSpec(
           Arg("part_l", PTR, "(rows_cap, n_q, max_parts) f32", "w"),
           Arg("part_o", PTR, "(rows_cap, n_q, max_parts, 256) f32", "w"), _N_Q, _N_KV, _BUDGET, _MAX_PARTS),
     grid="max_parts, n_kv, rows_cap", block=128, shared_bytes=7424,
-    limits={"sm_90a": Limit(regs=168, blocks_per_sm=3), "sm_80": Limit(regs=168, blocks_per_sm=3)},
+    limits=limits_of("qsa_attn"),
     reference="attn.attend",
     rows=dict.fromkeys(("rows", "q16", "sel", "part_m", "part_l", "part_o"), 0),
     exempt={"order": "qsa_merge takes its parts; no kernel makes the same",
@@ -183,7 +186,7 @@ QSA_MERGE: Final = KernelSpec(
           Arg("linear", PTR, "FnLinear: o_proj (k = 256 n_q); its x is written", "r"), _N_Q, _BUDGET,
           _MAX_PARTS),
     grid="n_q, rows_cap", block=128, shared_bytes=2048, blocks_per_sm=2,
-    limits={"sm_90a": Limit(regs=192, blocks_per_sm=2), "sm_80": Limit(regs=192, blocks_per_sm=2)},
+    limits=limits_of("qsa_merge"),
     reference="attn.attend",
     rows=dict.fromkeys(("rows", "q", "part_m", "part_l", "part_o", "flag", "x"), 0),
     exempt={"order": "qsa_attn makes the parts it takes; no kernel does the same"},

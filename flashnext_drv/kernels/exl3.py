@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from . import planted_exl3 as planted
-from .spec import PTR, U32, Arg, Case, KernelSpec, Limit
+from .limits import limits_of
+from .spec import PTR, U32, Arg, Case, KernelSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -139,7 +140,7 @@ LINEAR_INPUT: Final = KernelSpec(
     args=(_ROUND, _LINEARS, Arg("x", PTR, "(rows_cap, x_stride) f32", "r"), Arg("x_stride", U32, "elements")),
     grid="ceil(k_max / 512), n_linears, rows_cap",
     block=128,
-    limits={"sm_90a": Limit(regs=40), "sm_80": Limit(regs=40)},
+    limits=limits_of("linear_input"),
     reference="exl3.Linear.operand",
     rows={"x": 0, "x?": 0},
     exempt={
@@ -163,7 +164,7 @@ LINEAR_INPUT: Final = KernelSpec(
 )
 
 
-def _gemv(rows_max: int, blocks_per_sm: int, regs: int, spill: int) -> KernelSpec:
+def _gemv(rows_max: int, blocks_per_sm: int) -> KernelSpec:
     return KernelSpec(
         name=f"linear_gemv_n{rows_max}",
         source="exl3/linear_gemv.cu",
@@ -173,7 +174,7 @@ def _gemv(rows_max: int, blocks_per_sm: int, regs: int, spill: int) -> KernelSpe
         block=128,
         blocks_per_sm=blocks_per_sm,
         defines=(("FN_ROW_TILES", str(rows_max // 8)),),
-        limits={"sm_90a": Limit(regs, spill, blocks_per_sm), "sm_80": Limit(regs, spill, blocks_per_sm)},
+        limits=limits_of(f"linear_gemv_n{rows_max}"),
         reference="exl3.decode_linear",
         rows={"x*": 0, "part*": 1},
         exempt={
@@ -187,8 +188,8 @@ def _gemv(rows_max: int, blocks_per_sm: int, regs: int, spill: int) -> KernelSpe
 
 
 # Spilled bytes are stored before a sum and loaded behind it: no loop touches them (both measured in SASS).
-LINEAR_GEMV_N8: Final = _gemv(8, 7, 72, 48)
-LINEAR_GEMV_N16: Final = _gemv(16, 5, 96, 48)
+LINEAR_GEMV_N8: Final = _gemv(8, 7)
+LINEAR_GEMV_N16: Final = _gemv(16, 5)
 
 LINEAR_FINISH: Final = KernelSpec(
     name="linear_finish",
@@ -197,7 +198,7 @@ LINEAR_FINISH: Final = KernelSpec(
     args=(_ROUND, _LINEARS),
     grid="ceil(n_max / 512), n_linears, rows_cap",
     block=128,
-    limits={"sm_90a": Limit(regs=64), "sm_80": Limit(regs=64)},
+    limits=limits_of("linear_finish"),
     reference="exl3.Linear.__call__",
     rows={"part*": 1, "out*": 0},
     exempt={

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 from . import planted_gdn as planted
-from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec, Limit
+from .limits import limits_of
+from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec
 
 __all__ = ["GDN_CONV", "GDN_GATE_INPUT", "GDN_STEP", "KERNELS"]
 
@@ -39,7 +40,7 @@ GDN_CONV: Final = KernelSpec(
     ),
     grid="ceil(channels / 128), rows_cap as runs",
     block=128,
-    limits={"sm_90a": Limit(regs=48), "sm_80": Limit(regs=48)},
+    limits=limits_of("gdn_conv"),
     reference="gdn.causal_conv",
     rows={"x": 0, "out": 0},
     exempt={"order": "the only kernel of its order",
@@ -86,7 +87,7 @@ GDN_STEP: Final = KernelSpec(
     grid="4 n_v, rows_cap as runs",
     block=128,
     blocks_per_sm=3,
-    limits={"sm_90a": Limit(regs=168, blocks_per_sm=3), "sm_80": Limit(regs=168, blocks_per_sm=3)},
+    limits=limits_of("gdn_step"),
     reference="gdn.delta_rule",
     rows={"qkv": 0, "a": 0, "b": 0, "o": 0},
     exempt={"order": "the only kernel of its order",
@@ -127,7 +128,7 @@ GDN_GATE_INPUT: Final = KernelSpec(
     ),
     grid="ceil(n_v / 4), rows_cap",
     block=128,
-    limits={"sm_90a": Limit(regs=48), "sm_80": Limit(regs=48)},
+    limits=limits_of("gdn_gate_input"),
     reference="gdn.DeltaNet",
     rows={"o": 0, "z": 0, "x": 0},
     exempt={"order": "the only kernel of its order; its rotation is held to FP64",

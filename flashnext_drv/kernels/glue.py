@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Final
 
 from . import planted_glue as planted
-from .spec import F32, PTR, U32, Arg, Case, KernelSpec, Limit
+from .limits import limits_of
+from .spec import F32, PTR, U32, Arg, Case, KernelSpec
 
 __all__ = ["KERNELS", "SITE_MID", "SITE_NORM", "SITE_UP_N8", "SITE_UP_N16", "STREAM_ADD"]
 
@@ -55,7 +56,7 @@ SITE_NORM: Final = KernelSpec(
     block=256,
     shared_bytes=32,
     blocks_per_sm=1,
-    limits={"sm_90a": Limit(regs=72), "sm_80": Limit(regs=72)},
+    limits=limits_of("site_norm"),
     reference="glue.rms_norm",
     rows=dict.fromkeys(("streams", "y", "inject", "n16", "rinv"), 0),
     exempt={"integers": "passes through a division and a root: integers have no exact answer",
@@ -91,7 +92,7 @@ SITE_MID: Final = KernelSpec(
     ),
     grid="rows_cap",
     block=384,
-    limits={"sm_90a": Limit(regs=72), "sm_80": Limit(regs=72)},
+    limits=limits_of("site_mid"),
     reference="glue.Site",
     rows={"u": 0, "inject": 0, "part_*": 1},
     exempt={"order": "part_sum_v1 is followed by other functions in every kernel that uses it",
@@ -107,7 +108,7 @@ SITE_MID: Final = KernelSpec(
 )
 
 
-def _up(rows_max: int, registers: int) -> KernelSpec:
+def _up(rows_max: int) -> KernelSpec:
     """The two widths of site_up: for rounds of at most 8 and at most 16 rows."""
     rows = (1, 2, 3, 7) if rows_max == 8 else (1, 3, 16)
     shapes = [
@@ -143,7 +144,7 @@ def _up(rows_max: int, registers: int) -> KernelSpec:
         shared_bytes=2 * 4 * rows_max * 20 * 4,
         defines=(("FN_ROWS", str(rows_max)),),
         blocks_per_sm=1,
-        limits={"sm_90a": Limit(regs=registers), "sm_80": Limit(regs=registers)},
+        limits=limits_of(f"site_up_n{rows_max}"),
         reference="glue.Site",
         rows={"u": 0, "streams": 0, "rinv": 0, "m": 0},
         exempt={"integers": "passes through a sigmoid: integers have no exact answer",
@@ -159,8 +160,8 @@ def _up(rows_max: int, registers: int) -> KernelSpec:
     )
 
 
-SITE_UP_N8: Final = _up(8, 216)
-SITE_UP_N16: Final = _up(16, 168)
+SITE_UP_N8: Final = _up(8)
+SITE_UP_N16: Final = _up(16)
 
 STREAM_ADD: Final = KernelSpec(
     name="stream_add",
@@ -169,7 +170,7 @@ STREAM_ADD: Final = KernelSpec(
     args=(_ROUND, Arg("streams", PTR, "(rows_cap, 4 hidden) f32", "rw"), _Y, _INJECT, _HIDDEN),
     grid="ceil(hidden / 256), rows_cap",
     block=256,
-    limits={"sm_90a": Limit(regs=32), "sm_80": Limit(regs=32)},
+    limits=limits_of("stream_add"),
     reference="orders.fma32",
     bound="half an ulp: one fma an element",
     rows={"streams": 0, "y": 0, "inject": 0},

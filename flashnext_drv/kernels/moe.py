@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Final
 
 from . import planted_moe as planted
-from .spec import PTR, U32, Arg, Case, KernelSpec, Limit
+from .limits import limits_of
+from .spec import PTR, U32, Arg, Case, KernelSpec
 
 __all__ = ["KERNELS", "MAX_EXPERTS", "MOE_ACT", "MOE_INPUT", "MOE_SUM", "ROUTER_PICK"]
 
@@ -27,7 +28,8 @@ _WIDTH: Final = Arg("width_cap", U32, "largest expert width, multiple of 128")
 
 def _route(name: str, n_experts: int, n_active: int, rows: int, special: str = "") -> Case:
     return Case(
-        name, {"rows": rows, "rows_cap": 16, "n_experts": n_experts, "n_active": n_active, "special": special},
+        name,
+        {"rows": rows, "rows_cap": 16, "n_experts": n_experts, "n_active": n_active, "special": special},
         shows=("integers",) if special == "equal" else (),
     )
 
@@ -54,10 +56,11 @@ ROUTER_PICK: Final = KernelSpec(
     grid="rows_cap",
     block=32,
     shared_bytes=10760,
-    limits={"sm_90a": Limit(regs=64), "sm_80": Limit(regs=64)},
+    limits=limits_of("router_pick"),
     reference="moe.route",
     rows={"logits": 0, "shared": 0, "routes": 0},
-    exempt={"order": "the only kernel of its order", "midpoints": "outputs are f32: nothing is rounded to f16"},
+    exempt={"order": "the only kernel of its order",
+            "midpoints": "outputs are f32: nothing is rounded to f16"},
     controls=planted.ROUTER_PICK,
     bound=(
         "Choices exact.  Weights: exp 2 u and u |l - max| for its argument, in numerator and sum, n_active "
@@ -96,7 +99,7 @@ MOE_INPUT: Final = KernelSpec(
     ),
     grid="ceil(hidden / 512), 2 n_slots, rows_cap",
     block=128,
-    limits={"sm_90a": Limit(regs=32), "sm_80": Limit(regs=32)},
+    limits=limits_of("moe_input"),
     reference="orders.hadamard128",
     rows={"m": 0, "x": 0, "routes": 0},
     exempt={"integers": "the rotation's scale 1/sqrt(128) is no power of two: integers have no exact answer",
@@ -139,7 +142,7 @@ MOE_ACT: Final = KernelSpec(
     ),
     grid="ceil(width_cap / 512), n_slots, rows_cap",
     block=128,
-    limits={"sm_90a": Limit(regs=128), "sm_80": Limit(regs=128)},
+    limits=limits_of("moe_act"),
     reference="moe.swiglu",
     rows={"part": 1, "x": 0, "routes": 0},
     exempt={"order": "part_sum_v1 is followed by other functions in every kernel that uses it",
@@ -171,7 +174,7 @@ MOE_SUM: Final = KernelSpec(
     grid="hidden / 128, rows_cap",
     block=384,
     shared_bytes=17160,
-    limits={"sm_90a": Limit(regs=64), "sm_80": Limit(regs=64)},
+    limits=limits_of("moe_sum"),
     reference="moe.Experts",
     rows={"part": 1, "y": 0, "routes": 0},
     exempt={"order": "the only kernel of its order",

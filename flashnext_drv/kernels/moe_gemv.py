@@ -10,16 +10,14 @@ from __future__ import annotations
 from typing import Final
 
 from . import planted_exl3 as planted
-from .spec import PTR, U32, Arg, Case, KernelSpec, Limit
+from .limits import limits_of
+from .spec import PTR, U32, Arg, Case, KernelSpec
 
 __all__ = ["KERNELS", "MOE_GEMV_DOWN", "MOE_GEMV_GU"]
 
 _BOUND: Final = (
     "As linear_gemv_n8: bytes of ref.orders.mma_chain; FP64 within 2^-23 (9 M + 2 A) a k step, see there."
 )
-_LIMITS: Final = {"sm_90a": Limit(72, 48, 7), "sm_80": Limit(72, 48, 7)}
-
-
 _EXEMPT: Final = {"midpoints": "outputs are f32: nothing is rounded to f16"}
 
 
@@ -100,7 +98,7 @@ MOE_GEMV_GU: Final = KernelSpec(
     grid="ceil(warps_cap / 4), 2 n_slots, rows_cap; warps_cap = width_cap / 32 * units_cap",
     block=128,
     blocks_per_sm=7,
-    limits=_LIMITS,
+    limits=limits_of("moe_gemv_gu"),
     reference="exl3.decode_linear",
     rows={"routes": 0, "x": 0, "part": 1},
     exempt=_EXEMPT,
@@ -122,7 +120,7 @@ MOE_GEMV_DOWN: Final = KernelSpec(
     grid="ceil(warps_cap / 4), n_slots, rows_cap; warps_cap = hidden / 32 * units_cap",
     block=128,
     blocks_per_sm=7,
-    limits=_LIMITS,
+    limits=limits_of("moe_gemv_down"),
     reference="exl3.decode_linear",
     rows={"routes": 0, "x": 0, "part": 1},
     exempt=_EXEMPT,

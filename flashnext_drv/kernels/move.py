@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Final
 
 from . import planted_token as planted
-from .spec import PTR, U32, U64, Arg, Case, KernelSpec, Limit
+from .limits import limits_of
+from .spec import PTR, U32, U64, Arg, Case, KernelSpec
 
 __all__ = ["KERNELS", "SYNTH_FILL"]
 
@@ -34,10 +35,7 @@ SYNTH_FILL: Final = KernelSpec(
     ),
     grid="(ceil((count + 7) / (8 * 256)))",
     block=256,
-    limits={
-        arch: Limit(regs=64, blocks_per_sm=4)
-        for arch in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120", "sm_121")
-    },
+    limits=limits_of("synth_fill"),
     reference="move.synth_fill",
     bound="exact: integers only",
     exempt={"order": "no sum", "mates": "one tensor at a time: it has no rows",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from . import planted_probe as planted
+from .limits import limits_of
 from .spec import PTR, U32, Arg, Case, KernelSpec
 
 __all__ = [
@@ -92,7 +93,7 @@ def _sweeps() -> tuple[Case, ...]:
     for name in ("h2f", "b2f"):
         out.append(Case(name, {"function": name, "start": 0, "step": 1, "n": 65536}))
     for name in MATH_FUNCTIONS[:11]:  # zeros, subnormals, infinities, NaNs and their neighbours
-        dims = {"function": name, "start": 0, "step": 0x007FFFFF, "n": 512}
+        dims: dict[str, int | float | str] = {"function": name, "start": 0, "step": 0x007FFFFF, "n": 512}
         out.append(Case(f"{name}_edges", dims, shows=("nonfinite",)))
     for name, start, step in (("f2h_midpoints", 0x38801000, 0x2000), ("f2b_midpoints", 0x30808000, 0x10000)):
         dims = {"function": "f2h_f2b", "start": start, "step": step, "n": 20000}
@@ -112,7 +113,7 @@ MATH_SWEEP: Final = KernelSpec(
         Arg("n", U32, "points"),
     ),
     grid="any",
-    block=128,
+    block=128, limits=limits_of("math_sweep"),
     reference="check.cases_probe",
     exempt=_NO_ROWS,
     controls=planted.MATH_SWEEP,
@@ -126,7 +127,7 @@ MATH_F64: Final = KernelSpec(
     order="",
     args=(Arg("x", PTR, "(n,) f64", "r"), Arg("y", PTR, "(n, 3) f64", "w"), Arg("n", U32, "points")),
     grid="any",
-    block=128,
+    block=128, limits=limits_of("math_f64"),
     reference="check.cases_probe",
     exempt={
         **_NO_ROWS,
@@ -181,7 +182,7 @@ def _mma(bf16: int) -> KernelSpec:
             Arg("n", U32, "tiles"),
         ),
         grid="ceil(n / 4)",
-        block=128,
+        block=128, limits=limits_of(name),
         defines=(("FN_PROBE_BF16", str(bf16)),),
         reference="check.mma_model",
         exempt={**_NO_ROWS, "midpoints": "sums are cut toward zero: nothing is rounded to nearest"},
@@ -206,7 +207,7 @@ WARP_OPS: Final = KernelSpec(
         Arg("counts", PTR, "(4,) u64", "rw"),
     ),
     grid="1",
-    block=128,
+    block=128, limits=limits_of("warp_ops"),
     shared_bytes=2048,
     reference="check.cases_probe",
     exempt={**_NO_ROWS, "midpoints": "nothing is rounded to f16"},
@@ -230,7 +231,7 @@ def _turns(broken: int) -> KernelSpec:
             Arg("turns", U32, "rounds"),
         ),
         grid="blocks",
-        block=256,
+        block=256, limits=limits_of("barrier_turns_broken" if broken else "barrier_turns"),
         shared_bytes=1024,
         defines=(("FN_PROBE_BROKEN", str(broken)),),
         reference="check.cases_probe",
@@ -265,7 +266,7 @@ FAULT: Final = KernelSpec(
         Arg("index", U32, "element, for modes 5 and 9"),
     ),
     grid="any",
-    block=128,
+    block=128, limits=limits_of("fault"),
     shared_bytes=32,
     broken="breaks the rule that `mode` names on purpose: launched by tests of the driver layer alone",
 )

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Final
 
 from . import planted_token as planted
-from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec, Limit
+from .limits import limits_of
+from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec
 
 __all__ = ["KERNELS", "MAX_ROW_DIM", "MAX_VOCAB"]
 
@@ -20,12 +21,6 @@ _ROWS = Arg("rows", PTR, "FnRow[rows_cap]", "r")
 _RUNS = Arg("runs", PTR, "FnRun[rows_cap]", "r")
 _SLOTS = Arg("slots", PTR, "FnSlot[n_slots]; ple_mix also writes the tail its entries point to", "r")
 
-
-def _limits(regs: int, blocks_per_sm: int) -> dict[str, Limit]:
-    return {arch: Limit(regs=regs, spill_bytes=0, blocks_per_sm=blocks_per_sm)
-            for arch in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120", "sm_121")}
-
-
 EMBED_ROWS: Final = KernelSpec(
     name="embed_rows", source="token/embed_rows.cu", order="",
     args=(_ROUND, _ROWS,
@@ -33,7 +28,7 @@ EMBED_ROWS: Final = KernelSpec(
           Arg("format", U32, "1 f16, 2 bf16"),
           Arg("streams", PTR, "(rows_cap, 4 * hidden) f32", "w"),
           Arg("hidden", U32, "channels, multiple of 4")),
-    grid="(ceil(hidden / 512), rows_cap)", block=128, limits=_limits(40, 12),
+    grid="(ceil(hidden / 512), rows_cap)", block=128, limits=limits_of("embed_rows"),
     reference="token.embed_rows", bound="exact",
     rows={"rows": 0, "streams": 0},
     exempt={"order": "no sum", "integers": "copies: every case is compared bit for bit",
@@ -49,13 +44,13 @@ ROPE_ROWS: Final = KernelSpec(
           Arg("rope_dim", U32, "rotated channels, even"),
           Arg("rope", PTR, "(rows_cap, rope_dim / 2, 2) f32: cos, sin at the position", "w"),
           Arg("rope_block", PTR, "the same at 4 * (position >> 2)", "w")),
-    grid="(rows_cap)", block=64, limits=_limits(64, 16),
+    grid="(rows_cap)", block=64, limits=limits_of("rope_rows"),
     reference="token.rope_rows",
     rows={"rows": 0, "rope": 0, "rope_block": 0},
     exempt={"order": "the only kernel of its order",
             "integers": "positions are integers; sines of them have no exact answer",
             "midpoints": "outputs are f32: nothing is rounded to f16",
-            "nonfinite": "its inputs are integers and the pack's theta, which is checked when the pack is opened"},
+            "nonfinite": "its inputs are integers and theta, checked when the pack is opened"},
     controls=planted.ROPE_ROWS,
     bound="half an ulp of f32 plus 2e-15: the angle is exact by definition, sin and cos are within 1e-15 "
           "before the one rounding",
@@ -82,7 +77,7 @@ NGRAM_ROWS: Final = KernelSpec(
           Arg("n_heads", U32, "heads of both orders together, even"),
           Arg("row_dim", U32, "values a row, multiple of 16, at most 1024"),
           Arg("emb", PTR, "(rows_cap, n_heads * row_dim) f16, fragment order", "w")),
-    grid="(n_heads, rows_cap)", block=128, shared_bytes=1032, limits=_limits(64, 8),
+    grid="(n_heads, rows_cap)", block=128, shared_bytes=1032, limits=limits_of("ngram_rows"),
     reference="exl3.ngram_rows",
     rows={"rows": 0, "emb": 0},
     exempt={"order": "no sum"},
@@ -113,7 +108,7 @@ PLE_MIX: Final = KernelSpec(
           Arg("tail_offset", U64, "bytes from slot.recurrent to the f16 (9, 4 * hidden) tail, multiple of 4"),
           Arg("hidden", U32, "channels, even"),
           Arg("eps", F32, "1e-7..1e-4")),
-    grid="(4, rows_cap)", block=256, shared_bytes=256, limits=_limits(80, 3),
+    grid="(4, rows_cap)", block=256, shared_bytes=256, limits=limits_of("ple_mix"),
     reference="token.ple_mix",
     rows={"key": 0, "value": 0, "streams": 0},
     exempt={"order": "the only kernel of its order",
@@ -134,7 +129,7 @@ DRAW_ROWS: Final = KernelSpec(
           Arg("tokens", PTR, "(rows_cap) u32", "w"),
           Arg("status", PTR, "(rows_cap) u32: 0, or 1 when a logit is NaN", "w"),
           Arg("vocab", U32, "tokens, 1..262144")),
-    grid="(rows_cap)", block=1024, shared_bytes=44328, limits=_limits(64, 1),
+    grid="(rows_cap)", block=1024, shared_bytes=44328, limits=limits_of("draw_rows"),
     rows={"rows": 0, "logits": 0, "tokens": 0, "status": 0},
     exempt={"order": "the only kernel of its order", "midpoints": "outputs are integers"},
     controls=planted.DRAW_ROWS,

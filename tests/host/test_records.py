@@ -1,5 +1,5 @@
 """Launch records: the formula for blocks per SM, what counts as stale, missing or over its limits, and the
-command's exit codes.  Images are needed only where a test says so.
+command's exit codes; and the committed record itself, which is held to the images where these are built.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import pytest
 from flashnext_drv.__main__ import main
 from flashnext_drv.check import resources
 from flashnext_drv.check.resources import KernelEntry, Record, Resources
-from flashnext_drv.errors import BuildError
+from flashnext_drv.cli.records import RECORD_PATH
+from flashnext_drv.errors import BuildError, UsageError
 from flashnext_drv.kernels import catalog
 from flashnext_drv.kernels.spec import Limit
+from tools import fill_limits
 
 NAME = "site_norm"
 TOOL = {"nvrtc": "13.0"}
@@ -199,3 +201,53 @@ def test_update_refuses_to_write_half_a_record(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(resources, "measure", lambda: record(archs=five))
     path = tmp_path / "r.json"
     assert main(["records", "--device", "sim", "--record", str(path), "--update"]) == 3 and not path.exists()
+
+
+# Limits, and the record that is committed.
+
+REFRESH = "to refresh: python build_kernels.py && flashnext-drv records --update"
+needs_images = pytest.mark.skipif(not (catalog.cubin_root() / "manifest.json").is_file(),
+                                  reason="no kernel images built: run python build_kernels.py")
+
+
+def test_limits_leave_little_room() -> None:
+    assert fill_limits.limit_of(made(regs=61)) == (64, 0, 4)
+    assert fill_limits.limit_of(made(regs=64)) == (72, 0, 4)
+    assert fill_limits.limit_of(made(regs=255)) == (255, 0, 4)
+    assert fill_limits.limit_of(made(regs=72, spill=36)) == (80, 64, 4)
+
+
+def test_limits_of_one_kernel_are_changed_alone() -> None:
+    before = fill_limits.PATH.read_text(encoding="utf-8")
+    grown = {arch: made(regs=200) for arch in catalog.ARCHS}
+    after = fill_limits.text(before, record(archs=grown), (NAME,))
+    changed = [line for line in after.splitlines() if line not in before.splitlines()]
+    assert len(changed) == 1 and changed[0].startswith(f'    "{NAME}": ((208, 0, 4), ')
+    assert len(after.splitlines()) == len(before.splitlines())
+    scope: dict[str, object] = {"__name__": "limits", "__package__": "flashnext_drv.kernels"}
+    exec(compile(after, "limits.py", "exec"), scope)
+    assert scope["limits_of"](NAME)["sm_121"] == Limit(208, 0, 4)  # type: ignore[operator]
+    with pytest.raises(UsageError, match="every architecture"):
+        fill_limits.text(before, record(archs={"sm_80": made()}), (NAME,))
+
+
+def test_every_kernel_declares_limits_on_every_architecture() -> None:
+    lacking = [spec.name for spec in catalog.specs() if set(spec.limits) != set(catalog.ARCHS)]
+    assert not lacking, "run python build_kernels.py && python tools/fill_limits.py"
+
+
+def test_the_committed_record_is_of_these_sources() -> None:
+    committed = resources.load(RECORD_PATH)
+    assert committed is not None, f"no record is committed; {REFRESH}"
+    found = [str(one) for one in resources.stale_sources(committed)]
+    assert not found, "\n".join([REFRESH, *found])
+
+
+@needs_images
+def test_images_are_those_of_the_committed_record_and_within_limits() -> None:
+    measured = resources.measure()
+    committed = resources.load(RECORD_PATH)
+    built = {arch for entry in measured.kernels.values() for arch in entry.archs}
+    found = [*resources.over_limits(measured), *resources.compare(measured, committed)]
+    wrong = [str(one) for one in found if not one.arch or one.arch in built]
+    assert not wrong, "\n".join([REFRESH, *wrong])
