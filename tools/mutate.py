@@ -42,11 +42,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from mutate_sites import KINDS, Mutant, find_all
 
-__all__ = ["Result", "equivalents", "main", "sample", "stages", "table"]
+__all__ = ["Result", "Stage", "equivalents", "main", "sample", "stages", "table"]
 
 ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = Path(__file__).with_name("mutate_equivalent.json")
+LOADER = Path(__file__).with_name("mutate_load.py")
 BUILD_LIMIT_S = 900.0
+_BUILD = "from flashnext_drv.sim import build; build.build"
 FLOOR = 6               # of each kind in a sample, where there are as many
 
 # For files whose name starts so, in order, the first that fits: what to run first, what to run then.
@@ -115,26 +117,36 @@ class Result:
     seconds: float
 
 
-def stages(mutant: Mutant, root: Path = ROOT) -> list[list[str]]:
-    """pytest arguments of each stage, narrow first."""
-    if mutant.path.startswith("cuda_src/"):
-        family = mutant.path.split("/")[1]
-        own = f"tests/contracts/test_{family}.py"
-        fits = next(((a, b) for start, a, b in TESTS if mutant.path.startswith(start)), ((own,), _ENGINE))
-        first, then = fits
-        names = _kernel_names(mutant.path)
-        narrow = [[*first, "-k", " or ".join(names)]] if names else []
-        return [*narrow, [*first], [*then, *_BYTES]]
-    for start, first, then in TESTS:
-        if mutant.path.startswith(start):
-            return [list(first), list(then)]
-    raise ValueError(f"no tests are named for {mutant.path}: add them to TESTS in tools/mutate.py")
+@dataclass(frozen=True)
+class Stage:
+    """Something to run.  check: kernels whose `flashnext-drv check` stages run, else pytest with `arguments`.
+    families: of the simulator it needs, () for all."""
+
+    arguments: tuple[str, ...] = ()
+    check: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()
 
 
-def _kernel_names(path: str) -> list[str]:
+def stages(mutant: Mutant) -> list[Stage]:
+    """What is run until something fails, narrow first."""
+    fits = next(((a, b) for start, a, b in TESTS if mutant.path.startswith(start)), None)
+    if not mutant.path.startswith("cuda_src/"):
+        if fits is None:
+            raise ValueError(f"no tests are named for {mutant.path}: add them to TESTS in tools/mutate.py")
+        return [Stage(fits[0]), Stage(fits[1])]
+    first, then = fits or ((f"tests/contracts/test_{mutant.path.split('/')[1]}.py",), _ENGINE)
     sys.path.insert(0, str(ROOT))
     from flashnext_drv.kernels import catalog
-    return sorted(s.name for s in catalog.specs() if f"cuda_src/{s.source}" == path)
+    stems = [Path(name).stem.removeprefix("test_") for name in first]
+    families = [stem if stem in catalog.families() else "probe" for stem in stems]
+    own = [s.name for s in catalog.specs() if f"cuda_src/{s.source}" == mutant.path]
+    kernels = own or [s.name for family in families for s in catalog.specs(family) if family != "probe"]
+    if "moe_gemv" in families:
+        families.append("exl3")         # its tests compare with the dense product
+    needs = tuple(dict.fromkeys(families)) if mutant.path != "cuda_src/tables.cuh" else ()
+    narrow = [Stage((*first, "-k", " or ".join(own)), families=needs)] if own else []
+    check = [Stage(check=tuple(kernels), families=needs)] if kernels and needs else []
+    return [*narrow, *check, Stage(first, families=needs), Stage((*then, *_BYTES))]
 
 
 def equivalents() -> dict[str, str]:
@@ -168,7 +180,7 @@ class Bench:
         self.limit_s = limit_s
         self.green: dict[str, bool] = {}
         self._stamp = int(time.time()) - 1_000_000
-        self._env = {**os.environ, "PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(cache),
+        self._env = {**os.environ, "PYTHONPATH": f"{folder}:{LOADER.parent}", "XDG_CACHE_HOME": str(cache),
                      "FLASHNEXT_DRV_DEVICE": "sim"}
         _copy_tree(folder, commit)
 
@@ -187,31 +199,32 @@ class Bench:
                       round(time.monotonic() - started, 1))
 
     def _judge(self, mutant: Mutant) -> tuple[str, str]:
-        if mutant.path.startswith("cuda_src/"):
-            code, said = self._run(["-c", "from flashnext_drv.sim import build; build.build()"],
-                                   BUILD_LIMIT_S)
-            if code != 0:
-                return "invalid", said.strip().splitlines()[-1][:200] if said.strip() else f"exit {code}"
-        for i_stage, arguments in enumerate(stages(mutant)):
+        built: set[tuple[str, ...]] = set()
+        for i_stage, stage in enumerate(stages(mutant)):
+            if mutant.path.startswith("cuda_src/") and stage.families not in built:
+                code, said = self._run(["-c", f"{_BUILD}({list(stage.families) or None})"], BUILD_LIMIT_S)
+                if code != 0:
+                    return "invalid", said.strip().splitlines()[-1][:200] if said.strip() else f"exit {code}"
+                built.add(stage.families)
             limit_s = self.limit_s if i_stage else self.limit_s / 4     # the first takes seconds
-            code, said = self._run(_pytest(arguments), limit_s)
+            code, said = self._run(_command(stage), limit_s, stage.families)
+            what = " ".join(stage.arguments or ("check", *stage.check))
             if code is None:
-                return "hang", " ".join(arguments)
+                return "hang", what
             failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
             if code < 0 or code in (134, 139):
-                return "crash", f"exit {code} in {' '.join(arguments)}"
-            if code == 1 and failed:
-                return "caught", failed.group(1)
+                return "crash", f"exit {code} in {what}"
             if code not in (0, 5):      # 5: the filter chose no test
-                return "caught", failed.group(1) if failed else f"exit {code} of {' '.join(arguments)}"
+                return "caught", failed.group(1) if failed else f"exit {code} of {what}"
         return "missed", ""
 
     def _is_green(self, test: str) -> bool:
         """Whether a test passes on the unchanged copy; asked once each."""
-        if "::" not in test and not test.endswith(".py"):
+        if not test.startswith(("tests/", "check::")):
             return True
         if test not in self.green:
-            code, _ = self._run(_pytest([test]), 2 * self.limit_s)
+            stage = Stage(check=(test.split("::")[1],)) if test.startswith("check::") else Stage((test,))
+            code, _ = self._run(_command(stage), 2 * self.limit_s, stage.families)
             self.green[test] = code == 0
         return self.green[test]
 
@@ -221,9 +234,11 @@ class Bench:
         self._stamp += 1
         os.utime(path, (self._stamp, self._stamp))
 
-    def _run(self, arguments: list[str], limit_s: float) -> tuple[int | None, str]:
+    def _run(self, arguments: list[str], limit_s: float,
+             families: tuple[str, ...] = ()) -> tuple[int | None, str]:
         """Exit status (None: time limit) and everything said."""
-        child = subprocess.Popen([sys.executable, *arguments], cwd=self.root, env=self._env, text=True,
+        env = {**self._env, "MUTATE_FAMILIES": ",".join(families or _all_families())}
+        child = subprocess.Popen([sys.executable, *arguments], cwd=self.root, env=env, text=True,
                                  stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                  start_new_session=True, errors="replace")
         try:
@@ -235,9 +250,18 @@ class Bench:
             return None, ""
 
 
-def _pytest(arguments: list[str]) -> list[str]:
-    return ["-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=line", "-rfE",
-            *arguments]
+def _command(stage: Stage) -> list[str]:
+    if stage.check:
+        return [str(LOADER), *stage.check]
+    few = ["-p", "mutate_load"] if stage.families else []
+    return ["-m", "pytest", *few, "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=line", "-rfE",
+            *stage.arguments]
+
+
+def _all_families() -> tuple[str, ...]:
+    sys.path.insert(0, str(ROOT))
+    from flashnext_drv.kernels import catalog
+    return catalog.families()
 
 
 def _copy_tree(folder: Path, commit: str) -> None:

@@ -35,7 +35,8 @@ PACKAGE_FILES = ("ledger.py", "lifetime.py")
 NOT_KERNELS = ("sim", "probe", "retired", "delay.cuh")    # delay.cuh: for planted controls alone
 # Declarations (checked against sources and images when they load) and what only the build reads.
 NOT_MUTATED = frozenset({"flashnext_drv/kernels/" + name for name in (
-    "attn.py", "exl3.py", "gdn.py", "glue.py", "moe.py", "moe_gemv.py", "move.py", "probe.py", "token.py")})
+    "attn.py", "exl3.py", "gdn.py", "glue.py", "moe.py", "moe_gemv.py", "move.py", "probe.py",
+    "token.py", "limits.py")})
 CONSTANT_FILES = ("cuda_src/tables.cuh", "cuda_src/attn/pages.cuh", "flashnext_drv/kernels/tables.py",
                   "flashnext_drv/model/layout.py", "flashnext_drv/state/")
 FLIPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
@@ -86,7 +87,8 @@ def sources(root: Path) -> list[Path]:
     package = root / "flashnext_drv"
     host = [p for part in PACKAGE_PARTS for p in (package / part).glob("*.py")]
     host += [package / name for name in PACKAGE_FILES]
-    found = [p for p in kernels + host if p.relative_to(root).as_posix() not in NOT_MUTATED]
+    found = [p for p in kernels + host if p.relative_to(root).as_posix() not in NOT_MUTATED
+             and not p.name.startswith("plant")]
     return sorted(p for p in found if p.is_file())
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import zipfile
@@ -35,7 +36,7 @@ def small_tree(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, tree / name)
     (tree / "README.md").write_text("# small\n")
     for name in ("__init__.py", "errors.py", "kernels/__init__.py", "kernels/spec.py", "kernels/catalog.py",
-                 "kernels/cubin.py"):
+                 "kernels/cubin.py", "kernels/planting.py"):
         shutil.copy(ROOT / "flashnext_drv" / name, tree / "flashnext_drv" / name)
     shutil.copytree(ROOT / "cuda_src", tree / "cuda_src",
                     ignore=lambda folder,
@@ -216,6 +217,27 @@ def test_units_carry_every_macro_and_undo_it() -> None:
 def test_what_is_no_cubin_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="no cubin"):
         read_cubin(data)
+
+
+@needs_nvrtc
+def test_a_cubin_whose_instructions_end_behind_the_file_is_refused(small_tree: Path) -> None:
+    assert run_build(small_tree, "--archs", "sm_90a").returncode == 0
+    path = next((small_tree / "flashnext_drv/_cubin").glob("*.cubin"))
+    data = bytearray(path.read_bytes())
+    assert set(read_cubin(bytes(data))[1]) == {"twice_64", "twice_128"}
+    table = struct.unpack_from("<Q", data, 40)[0]
+    entry, count, names_index = struct.unpack_from("<HHH", data, 58)
+    names = struct.unpack_from("<Q", data, table + names_index * entry + 24)[0]
+    for at in range(table, table + count * entry, entry):
+        name = names + struct.unpack_from("<I", data, at)[0]
+        if data[name:].startswith(b".text."):
+            offset = struct.unpack_from("<Q", data, at + 24)[0]
+            struct.pack_into("<Q", data, at + 32, len(data) - offset)
+            read_cubin(bytes(data))
+            struct.pack_into("<Q", data, at + 32, len(data) - offset + 1)
+            break
+    with pytest.raises(ValueError, match="no cubin: the instructions of twice_.* end behind the file"):
+        read_cubin(bytes(data))
 
 
 def test_spills_come_from_the_log() -> None:

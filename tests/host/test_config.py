@@ -154,6 +154,29 @@ def test_too_many_query_heads_a_kv_head_are_refused() -> None:
     assert caught.value.field == "heads a kv head" and caught.value.value == 17
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_deltanet_keys_and_values_of_different_widths_are_refused(strict: bool) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_json(changed(linear_key_head_dim=64), strict=strict)
+    assert caught.value.field == "linear_value_head_dim" and caught.value.value in (128, "128")
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("ngram_size", 2), ("ple_layer_ids", [48]), ("ple_layer_ids", [1]), ("eos_token_id", 0),
+    ("eos_token_id", 248319), ("num_experts_per_tok", 512), ("partial_rotary_factor", 0.5),
+    ("indexer_budget", 4), ("full_attention_interval", 1), ("layer_types", ["linear_attention"] * 48)])
+def test_values_at_the_edge_of_sense_are_read(field: str, value: object) -> None:
+    made = ModelConfig.from_json(changed(**{field: value}), strict=False)
+    assert made.n_layers == len(made.layer_kinds) == 48
+
+
+def test_without_layer_types_every_fourth_layer_attends() -> None:
+    listed = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(48)]
+    assert ModelConfig.from_json(changed(layer_types=listed)) == ModelConfig.from_json(real())
+    kinds = ModelConfig.from_json(changed(full_attention_interval=1), strict=False).layer_kinds
+    assert set(kinds) == {QSA}
+
+
 @pytest.mark.parametrize("layers", [[], [2, 3]])
 def test_other_numbers_of_ple_layers_are_refused(layers: list[int]) -> None:
     with pytest.raises(CheckpointError) as caught:

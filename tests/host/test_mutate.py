@@ -117,8 +117,9 @@ def test_a_sample_is_seeded_and_holds_every_kind() -> None:
 def test_every_file_has_tests_that_exist() -> None:
     for mutant in {m.path: m for m in mutate_sites.find_all(ROOT)}.values():
         for stage in mutate.stages(mutant):
-            files = [word.split("::")[0] for word in stage if word.startswith("tests/")]
-            assert files and all((ROOT / name).exists() for name in files), (mutant.path, stage)
+            files = [word.split("::")[0] for word in stage.arguments if word.startswith("tests/")]
+            assert bool(files) != bool(stage.check), (mutant.path, stage)
+            assert all((ROOT / name).exists() for name in files), (mutant.path, stage)
 
 
 def test_excused_mutants_are_in_the_tree_and_say_why() -> None:
