@@ -52,7 +52,7 @@ _BUILD = "from flashnext_drv.sim import build; build.build"
 FLOOR = 6               # of each kind in a sample, where there are as many
 
 # For files whose name starts so, in order, the first that fits: what to run first, what to run then.
-_ENGINE = ("tests/engine/test_golden.py", "tests/engine/test_bad_use.py")
+_ENGINE = ("tests/engine/test_golden.py", "tests/engine/test_bad_use.py", "tests/engine/test_open.py")
 _BYTES = ("tests/engine/test_invariance.py::test_page_order_does_not_change_bytes",
           "tests/engine/test_invariance.py::test_slot_used_before_gives_the_same_bytes",
           "tests/engine/test_invariance.py::test_row_among_other_sequences_equals_row_alone")
@@ -78,13 +78,15 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("flashnext_drv/drv/api.py", ("tests/drv/test_faults.py", "tests/drv/test_context.py",
                                   "tests/host/test_errors.py"),
      ("tests/drv", *_ENGINE, "tests/faults/test_sweep.py")),
-    ("flashnext_drv/drv/graph.py", ("tests/drv/test_graph.py", "tests/drv/test_faults.py"),
+    ("flashnext_drv/drv/graph.py", ("tests/drv/test_graph.py", "tests/drv/test_ownership.py",
+                                    "tests/drv/test_faults.py"),
      ("tests/drv/test_context.py", "tests/faults/test_graph_fallback.py", "tests/faults/test_sweep.py")),
     ("flashnext_drv/drv/module.py", ("tests/drv/test_launch.py", "tests/drv/test_faults.py",
-                                     "tests/drv/test_graph.py"),
+                                     "tests/drv/test_graph.py", "tests/drv/test_ownership.py"),
      ("tests/drv/test_images.py", "tests/drv/test_context.py", "tests/engine/test_memory.py")),
     ("flashnext_drv/drv/", ("tests/drv/test_context.py", "tests/drv/test_memory.py",
-                            "tests/drv/test_faults.py", "tests/drv/test_graph.py"),
+                            "tests/drv/test_ownership.py", "tests/drv/test_faults.py",
+                            "tests/drv/test_graph.py"),
      ("tests/drv/test_broken_device.py", *_ENGINE, "tests/engine/test_memory.py",
       "tests/faults/test_sweep.py")),
     ("flashnext_drv/state/", _ENGINE, _WHOLE),
@@ -94,13 +96,15 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
       "tests/engine/test_golden.py")),
     ("flashnext_drv/kernels/", ("tests/host/test_catalog.py", "tests/host/test_build.py"),
      ("tests/drv/test_images.py", "tests/drv/test_launch.py", *_ENGINE)),
-    ("flashnext_drv/model/layout.py", _ENGINE, ("tests/host/test_cli_usage.py", *_WHOLE)),
+    ("flashnext_drv/model/layout.py", ("tests/host/test_layout.py", *_ENGINE), (
+        "tests/host/test_cli_usage.py", *_WHOLE)),
     ("flashnext_drv/model/linears.py", ("tests/engine/test_golden.py", "tests/contracts/test_exl3.py"),
      _ENGINE),
     ("flashnext_drv/model/steps.py", _ENGINE, _BYTES),
     ("flashnext_drv/model/", ("tests/host/test_config.py", "tests/host/test_pack.py",
                               "tests/host/test_manifest.py", "tests/host/test_synth.py"),
-     ("tests/host/test_pack_bad.py", "tests/host/test_ref_packs.py", "tests/contracts/test_move.py",
+     ("tests/host/test_pack_bad.py", "tests/host/test_fuzz_found.py", "tests/host/test_fuzz_inputs.py",
+      "tests/host/test_cli_packs.py", "tests/host/test_ref_packs.py", "tests/contracts/test_move.py",
       "tests/engine/test_golden.py", "tests/host/test_cli_usage.py")),
 )
 
