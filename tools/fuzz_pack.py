@@ -1,4 +1,4 @@
-"""The smallest whole pack, as pieces that fuzzing can mangle: config, headers, and sparse files.
+"""The smallest whole pack, as pieces that fuzzing can mangle: config, headers, sparse files; and a cubin.
 
 Used by tools/fuzz_targets.py.  What must stay true: unmangled, the pack opens and passes its check; files
 hold holes instead of data, so that writing one costs no more than its header.
@@ -7,6 +7,7 @@ hold holes instead of data, so that writing one costs no more than its header.
 from __future__ import annotations
 
 import json
+import struct
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from flashnext_drv.model.header import DTYPE_BYTES
 from flashnext_drv.model.inventory import text_needs
 from flashnext_drv.model.synth_models import MODELS
 
-__all__ = ["Entry", "base_config", "base_entries", "header_of", "ngram_entries", "write_file"]
+__all__ = ["Entry", "base_config", "base_entries", "header_of", "ngram_entries", "tiny_cubin", "write_file"]
 
 # (dtype, shape, bytes at its start that are not zero)
 Entry = tuple[str, list[int], bytes]
@@ -77,6 +78,34 @@ def header_of(entries: dict[str, Entry]) -> tuple[dict[str, Any], dict[int, byte
             data[at] = first
         at += size
     return header, data, at
+
+
+def tiny_cubin() -> bytes:
+    """A cubin of sm_90 with one kernel "k": 40 registers, 8 stack and 16 shared bytes, block 128, two
+    parameters."""
+    def sized(attribute: int, data: bytes) -> bytes:
+        return struct.pack("<BBH", 4, attribute, len(data)) + data
+
+    info = sized(0x2F, struct.pack("<II", 1, 40)) + sized(0x11, struct.pack("<II", 1, 8))
+    own = (sized(0x05, struct.pack("<III", 128, 1, 1)) + struct.pack("<BBH", 2, 0x4C, 1)
+           + sized(0x17, struct.pack("<IHHI", 0, 0, 0, 8 << 18))
+           + sized(0x17, struct.pack("<IHHI", 0, 1, 8, 4 << 18)))
+    names, strings = b"\0", b"\0k\0"
+    symbols = bytes(24) + struct.pack("<IBBHQQ", 1, 0x12, 0, 5, 0, 0)
+    body, rows = bytearray(bytes(64)), [bytes(64)]
+    for name, data, size, link in (
+            (".shstrtab", b"", 0, 0), (".strtab", strings, 0, 0), (".symtab", symbols, 0, 2),
+            (".nv.info", info, 0, 3), (".text.k", bytes(range(64)), 0, 3), (".nv.info.k", own, 0, 3),
+            (".nv.shared.k", b"", 1024 + 16, 0)):
+        rows.append(struct.pack("<IIQQQQIIQQ", len(names), 1, 0, 0, len(body), size or len(data), link, 0, 1,
+                                0))
+        names += name.encode() + b"\0"
+        body += data
+    rows[1] = struct.pack("<IIQQQQIIQQ", 1, 3, 0, 0, len(body), len(names), 0, 0, 1, 0)
+    body += names
+    body[:64] = struct.pack("<4sBB10xHHIQQQIHHHHHH", b"\x7fELF", 2, 1, 2, 190, 1, 0, 0, len(body), 90 << 8,
+                            64, 0, 0, 64, len(rows), 1)
+    return bytes(body) + b"".join(rows)
 
 
 def write_file(path: Path, header: bytes, data: dict[int, bytes], size: int,

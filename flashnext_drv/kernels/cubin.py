@@ -57,7 +57,7 @@ def read_cubin(data: bytes) -> tuple[int, dict[str, CubinKernel]]:
     """(SM number, kernels by name).  Raises ValueError when `data` is no cubin."""
     try:
         return _read(data)
-    except (struct.error, IndexError, KeyError, ValueError) as error:
+    except (struct.error, IndexError, KeyError, ValueError, OverflowError) as error:
         if str(error).startswith("no cubin"):
             raise
         raise ValueError(f"no cubin: {type(error).__name__}: {error}") from error

@@ -246,6 +246,13 @@ def test_a_cubin_with_a_name_that_never_ends() -> None:
         read_cubin(bytes(data))
 
 
+def test_a_cubin_whose_sections_lie_beyond_any_file() -> None:
+    data = bytearray(fuzz_pack.tiny_cubin())
+    data[40:48] = b"\xff" * 8
+    with pytest.raises(ValueError, match="no cubin"):
+        read_cubin(bytes(data))
+
+
 @pytest.mark.parametrize("value", [10**400, 1e39, 3.4028235677973366e38])
 def test_a_number_that_no_f32_holds(value: float) -> None:
     spec = catalog.spec("site_norm")

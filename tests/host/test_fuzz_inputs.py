@@ -5,6 +5,7 @@ The long run is `python tools/fuzz.py --n 100000`; a failure here prints the com
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterator
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from flashnext_drv.errors import UsageError
+from flashnext_drv.kernels.cubin import CubinKernel, read_cubin
 from flashnext_drv.ledger import Ledger
 from flashnext_drv.model.layout import Layout, Limits
 from flashnext_drv.model.pack import Pack
-from tools import fuzz
+from tools import fuzz, fuzz_pack
 from tools.fuzz_targets import TARGETS, Bench, Target
 from tools.fuzz_values import mangle_bytes, mangle_json
 
@@ -32,6 +34,12 @@ def test_the_unmangled_pack_is_whole(bench: Bench) -> None:
     pack = Pack.open(bench.pack)
     pack.check()
     assert pack.ngram().bits == 2 and Layout(pack.config, Limits()).n_pages == 64
+
+
+def test_the_unmangled_cubin_is_read() -> None:
+    sm, kernels = read_cubin(fuzz_pack.tiny_cubin())
+    text = hashlib.sha256(bytes(range(64))).hexdigest()
+    assert (sm, kernels) == (90, {"k": CubinKernel(40, 8, 16, 128, 1, ((0, 8), (8, 4)), text)})
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
