@@ -213,8 +213,11 @@ class Rank(Owner):
 
     def open_sequence(self, sampling: Sampling | None = None) -> Sequence:
         """A new sequence with a zeroed slot.  Raises CapacityError when no slot is free."""
-        with self.ctx.active():
-            i_slot = self.slots.take(self.stream)
+        with Undo() as undo:
+            with self.ctx.active():  # leaving it may fail too
+                i_slot = self.slots.take(self.stream)
+                undo.callback(self.slots.give_back, i_slot)
+            undo.pop_all()
         self.pages.reserve(i_slot, 0)
         return Sequence(i_slot, self.layout.limits.context_tokens, sampling or Sampling())
 

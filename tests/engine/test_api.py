@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from flashnext_drv.drv import api
+from flashnext_drv.drv import api, faults
 from flashnext_drv.drv.context import Context
 from flashnext_drv.drv.memory import DeviceArena
 from flashnext_drv.engine.engine import Engine, Limits, token_sha256
@@ -92,6 +93,21 @@ def test_error_of_a_callback_leaves_the_engine_usable(open_micro: Callable[..., 
         with pytest.raises(KeyError):
             engine.generate([1, 2], max_new_tokens=3, stop_ids=(), on_token=fail)
         assert engine.generate([1, 2], max_new_tokens=1).tokens
+
+
+def test_failed_request_costs_no_slot_page_or_byte(open_micro: Callable[..., Engine]) -> None:
+    calls = ("cuMemsetD8Async", "cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize", "cuCtxPushCurrent",
+             "cuCtxPopCurrent")  # fmt: skip
+    with open_micro(sequences=2) as engine:
+        rank = engine.rank
+        wanted = engine.generate([1, 2, 3], max_new_tokens=2, stop_ids=()).tokens
+        for call in calls:
+            for n in (1, 2):
+                with faults.fail_nth(n, 1, only=call) as plan, suppress(DriverError):
+                    engine.generate([1, 2, 3], max_new_tokens=2, stop_ids=())
+                assert plan.fired == 1 or (call, n) == ("cuMemsetD8Async", 2)
+                assert rank.slots.free_slots == 2 and rank.pages.free_pages == rank.layout.n_pages, call
+                assert engine.generate([1, 2, 3], max_new_tokens=2, stop_ids=()).tokens == wanted
 
 
 def test_warning_names_the_callers_line_and_as_an_error_leaves_nothing(
