@@ -55,7 +55,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("shape", "mixed"), [("odd", False), ("odd", True), ("lean", True), ("sparse", True), ("recurrent", False)]
+    ("shape", "mixed"),
+    [("odd", False), ("odd", True), ("lean", True), ("sparse", True), ("recurrent", False)],
 )
 def test_logits_choices_and_launch_widths(
     tmp_path: Path,
