@@ -110,6 +110,15 @@ def test_failed_request_costs_no_slot_page_or_byte(open_micro: Callable[..., Eng
                 assert engine.generate([1, 2, 3], max_new_tokens=2, stop_ids=()).tokens == wanted
 
 
+def test_no_kernel_is_looked_up_after_opening(open_micro: Callable[..., Engine]) -> None:
+    """The driver may load a kernel at its first launch: not inside a capture, and not inside a request."""
+    with open_micro(rows=16, prompt_rows=16) as engine, faults.count_calls() as count:
+        engine.logits(list(range(20)))
+        for limit in (1, 3):
+            engine.generate(list(range(limit)), max_new_tokens=2, stop_ids=())
+    assert "cuLaunchKernel" in count.names and "cuModuleGetFunction" not in count.names
+
+
 def test_warning_names_the_callers_line_and_as_an_error_leaves_nothing(
     open_micro: Callable[..., Engine], micro: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
