@@ -77,8 +77,8 @@ def factors(kernel: str) -> Iterator[Factor]:
 
 
 def simulate(products: F64, kind: str, order: str) -> F64:
-    """The sum over the last axis with every addition rounded to `kind`, in `order`."""
-    x = _rounded(products, kind)
+    """The sum over the last axis with every addition rounded to `kind`, in `order`; products are exact."""
+    x = products
     if order == "pairwise":
         while x.shape[-1] > 1:
             if x.shape[-1] % 2:

@@ -332,6 +332,9 @@ def _qsa_attn(case: Case, seed: int) -> Operands:
     if special == "integers":       # all weights are 1, so every sum is one of integers
         q16[:len(rows)] = 0.0
         pages.v[...] = np.where(np.isnan(pages.v), pages.v, np.round(pages.v * 8))
+    if special == "nonfinite_last":     # absent entries have the last one's address; its value must not count
+        page, at = pages.entry(rows[0][0], tokens[0][-1])
+        pages.v[page, at, 0, 5] = -np.inf
     if special == "nonfinite":
         q16[1, 0, 9], q16[1, 1, 5] = np.nan, np.inf
         for (row, entry), memory, value in (((0, 3), pages.k, np.nan), ((2, 7), pages.v, np.inf), ((2, 9),

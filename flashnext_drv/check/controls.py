@@ -31,12 +31,12 @@ __all__ = ["Verdict", "build_simulator", "judge"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one control.  stage: which one reported it; "racecheck" when it cannot be brought to
-    light by running it here; "" when it was missed.  text: the stage's words, or why not."""
+    """What became of one control.  fault: its kind.  stage: which one reported it; "racecheck" when it
+    cannot be brought to light by running it here; "" when it was missed.  text: the stage's words, or why not."""
 
     kernel: str
     control: str
-    kind: str
+    fault: str
     red: bool
     stage: str
     case: str

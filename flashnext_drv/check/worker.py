@@ -3,8 +3,9 @@
     python -m flashnext_drv.check.worker DEVICE [LIBRARY]
 
 Started by cli/check.py, so that a crash ends a worker and not the command.  LIBRARY: a simulator that holds
-the controls too.  A job is {"job": "kernel" | "controls" | "accumulate", "kernel": name}; its records are
-followed by {"kind": "done"}.  What must stay true: whatever ends this process early leaves its job without
+the controls too.  A job is {"job": "kernel" | "control" | "accumulate", "kernel": name}; its records are
+followed by {"kind": "done"}, with "over" when this process cannot go on: a GPU that a kernel broke stays
+broken in it. What must stay true: whatever ends this process early leaves its job without
 "done".
 """
 
@@ -48,15 +49,22 @@ class Worker:
             closing, self._open = self._open, None
             closing.close()
 
+    @property
+    def over(self) -> bool:
+        """Whether a kernel broke a real device, for good in this process."""
+        if self._open is None or self._open.ctx.facts.is_simulator:
+            return False
+        return bool(self._open.ctx.broken)
+
     def run(self, job: Record) -> Iterator[Record]:
         """The records of one job."""
         spec = catalog.spec(job["kernel"])
         if job["job"] == "kernel":
             for result in stages.check_kernel(self.give, spec):
                 yield {"kind": "stage", **asdict(result)}
-        elif job["job"] == "controls":
-            for control in spec.controls:
-                yield {"kind": "control", **asdict(controls.judge(self.give, spec, control))}
+        elif job["job"] == "control":
+            control = next(one for one in spec.controls if one.name == job["control"])
+            yield {"kind": "control", **asdict(controls.judge(self.give, spec, control))}
         else:
             for factor in factors(spec.name):
                 yield {"kind": "accumulate", **asdict(factor), "ok": factor.ok}
@@ -72,7 +80,9 @@ def main(argv: list[str]) -> int:
     for line in sys.stdin:
         for record in worker.run(json.loads(line)):
             _say(record)
-        _say({"kind": "done"})
+        _say({"kind": "done", "over": worker.over})
+        if worker.over:
+            return 0
     worker.close()
     return 0
 

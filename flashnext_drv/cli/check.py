@@ -144,20 +144,20 @@ def check(
         print("building the simulator with the planted controls", file=sys.stderr, flush=True)
         library = controls.build_simulator()
     jobs: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
-    kinds = ("controls", "kernel", "accumulate") if with_controls else ("kernel", "accumulate")
     ordered = sorted(specs, key=lambda spec: -len(spec.cases))  # the longest first
-    for kind in kinds:
-        for spec in ordered:
-            jobs.put({"job": kind, "kernel": spec.name})
-    due = [(spec.name, one.name) for spec in specs if with_controls for one in spec.controls]
+    due = [(spec.name, one.name) for spec in ordered if with_controls for one in spec.controls]
+    work = [{"job": kind, "kernel": spec.name} for kind in ("kernel", "accumulate") for spec in ordered]
+    work += [{"job": "control", "kernel": kernel, "control": control} for kernel, control in due]
+    for job in work:
+        jobs.put(job)
     head = log.begin("", catalog.source_digest(), [spec.name for spec in specs], due)
     n = processes or (1 if device == "cuda" else min(os.cpu_count() or 1, 4))
-    pool = _Pool(device, library, jobs, min(n, len(specs) * len(kinds)))
+    pool = _Pool(device, library, jobs, min(n, len(work)))
     records = [head]
     with pool:
         head["device"] = pool.facts()
         _write(sink, head)
-        for record in pool.records(len(specs) * len(kinds)):
+        for record in pool.records(len(work)):
             records.append(record)
             _write(sink, record)
             if say is not None and (text := _told(record)):
@@ -182,24 +182,16 @@ class _Pool:
         ]
         root = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
-        self._workers = [
-            subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": paths},
-            )
-            for _ in range(n)
-        ]
-        self._threads = [
-            threading.Thread(target=self._serve, args=(one,), daemon=True) for one in self._workers
-        ]
+        self._command, self._environment = command, {**os.environ, "PYTHONPATH": paths}
+        self._workers: list[subprocess.Popen[str]] = []
+        self._closed = False
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(n)]
 
     def __enter__(self) -> _Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closed = True
         for worker in self._workers:
             worker.kill()
             worker.wait()
@@ -233,26 +225,44 @@ class _Pool:
                 )
             return record
 
-    def _serve(self, worker: subprocess.Popen[str]) -> None:
-        """One worker's thread: give it jobs one by one, pass on what it says."""
-        assert worker.stdin is not None and worker.stdout is not None
+    def _serve(self) -> None:
+        """One worker's thread: give it jobs one by one, pass on what it says; a new one when it is over."""
         job: object = "its start"
+        worker = self._start()
         try:
-            self._found.put(json.loads(worker.stdout.readline()))
+            self._found.put(_heard(worker))
             while True:
                 try:
                     job = self._jobs.get_nowait()
                 except queue.Empty:
                     return
+                assert worker.stdin is not None
                 worker.stdin.write(json.dumps(job) + "\n")
                 worker.stdin.flush()
-                while True:
-                    record = json.loads(worker.stdout.readline())
+                while (record := _heard(worker))["kind"] != "done":
                     self._found.put(record)
-                    if record["kind"] == "done":
-                        break
+                self._found.put(record)
+                if record["over"]:
+                    worker = self._start()
+                    _heard(worker)
         except (OSError, ValueError):
             self._found.put({"kind": "died", "code": worker.wait(), "job": job})
+
+    def _start(self) -> subprocess.Popen[str]:
+        worker = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self._environment
+        )
+        self._workers.append(worker)
+        if self._closed:
+            worker.kill()
+        return worker
+
+
+def _heard(worker: subprocess.Popen[str]) -> log.Record:
+    """The next line of a worker.  Raises ValueError when there is none."""
+    assert worker.stdout is not None
+    record: log.Record = json.loads(worker.stdout.readline())
+    return record
 
 
 def _chosen(names: list[str]) -> list[KernelSpec]:

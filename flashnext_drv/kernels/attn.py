@@ -173,6 +173,7 @@ QSA_ATTN: Final = KernelSpec(
            _case("real_heads", _each(2047), n_q=24, budget=512, pages="shared"),
            _case("far", "0:262003,1:262142", budget=16, pages="shared"),
            _case("nonfinite", _each(70, 20, 33), special="nonfinite"),
+           _case("nonfinite_last", _each(20), special="nonfinite_last"),
            _case("integers", _each(70, 66), budget=64, special="integers"),
            _case("equal_scores", _each(70), special="equal"), _case("large", _each(70), special="large")))
 

@@ -74,7 +74,6 @@ QSA_PREP: Final = (
         _PREP,
         "position % FN_BLOCK_TOKENS != FN_BLOCK_TOKENS - 1u",
         "position % FN_BLOCK_TOKENS != FN_BLOCK_TOKENS - 2u",
-        "four_rows",
         "block_ends",
     ),
     _one(
@@ -247,9 +246,7 @@ QSA_ATTN: Final = (
         _ATTN,
         " >= live) v[s][j] = make_uint4(0u, 0u, 0u, 0u);",
         " >= FN_PART) v[s][j] = make_uint4(0u, 0u, 0u, 0u);",
-        "nonfinite",
-        "short",
-        "one",
+        "nonfinite_last",
     ),
     _one(
         "last_step",

@@ -105,12 +105,6 @@ WARP_OPS: Final = (
         "    for (u32 i = 1; i < 32; i <<= 1) sum = fn_add(sum, fn_shfl_xor(sum, i));\n"
         "    f[512 + t] = sum;",
     ),
-    Control(
-        "warp_barrier",
-        "barrier",
-        (Edit(_WARP, "    __syncwarp();\n", ""),),
-        racecheck="lanes of a warp run together: nothing holds one of them back",
-    ),
     _one("no_minimum", "leaf", _WARP, "fn_atomic_min_u64(&counts[1], w);", ""),
 )
 

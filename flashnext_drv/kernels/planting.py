@@ -17,11 +17,17 @@ from typing import Final
 
 from ..errors import BuildError
 from . import catalog
-from .spec import Control, KernelSpec
+from .spec import Control, Edit, KernelSpec
 
 __all__ = ["control_digest", "control_image", "control_root", "controls", "plant", "planted", "planted_unit"]
 
 _HELPER: Final = "delay.cuh"
+# A missing barrier must not find in shared memory what the launch before left there.
+_POISON: Final = Edit(
+    "prelude.cuh",
+    "    __shared__ __align__(16) Type name\n",
+    "    __shared__ __align__(16) Type name; fn_poison_shared(&name, sizeof(Type))\n",
+)
 
 
 def controls(families: tuple[str, ...] = ()) -> Iterator[tuple[KernelSpec, Control]]:
@@ -85,7 +91,7 @@ def _edited(spec: KernelSpec, control: Control) -> dict[str, str]:
     """path -> text of every file that differs from what lies in the source folder."""
     root = catalog.source_root()
     texts = {spec.source: (root / spec.source).read_text(encoding="utf-8")}
-    for edit in control.edits:
+    for edit in (*control.edits, *((_POISON,) if control.kind == "barrier" else ())):
         if edit.file not in texts:
             try:
                 texts[edit.file] = (root / edit.file).read_text(encoding="utf-8")
