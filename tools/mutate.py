@@ -179,9 +179,11 @@ def sample(found: Sequence[Mutant], n: int, seed: int) -> tuple[list[Mutant], li
 class Bench:
     """One copy of the tree, in which one mutant at a time is tried."""
 
-    def __init__(self, folder: Path, cache: Path, limit_s: float, commit: str = "") -> None:
+    def __init__(self, folder: Path, cache: Path, limit_s: float, commit: str = "",
+                 quick: bool = False) -> None:
         self.root = folder
         self.limit_s = limit_s
+        self.quick = quick
         self.green: dict[str, bool] = {}
         self._stamp = int(time.time()) - 1_000_000
         self._env = {**os.environ, "PYTHONPATH": f"{folder}:{LOADER.parent}", "XDG_CACHE_HOME": str(cache),
@@ -204,7 +206,8 @@ class Bench:
 
     def _judge(self, mutant: Mutant) -> tuple[str, str]:
         built: set[tuple[str, ...]] = set()
-        for i_stage, stage in enumerate(stages(mutant)):
+        chosen = stages(mutant)
+        for i_stage, stage in enumerate(chosen[:-1] if self.quick else chosen):
             if mutant.path.startswith("cuda_src/") and stage.families not in built:
                 code, said = self._run(["-c", f"{_BUILD}({list(stage.families) or None})"], BUILD_LIMIT_S)
                 if code != 0:
@@ -294,7 +297,7 @@ def _start_cache(cache: Path) -> None:
 
 
 def run(found: Sequence[Mutant], spare: Sequence[Mutant], jobs: int, limit_s: float, commit: str,
-        out: Path | None) -> list[Result]:
+        quick: bool, out: Path | None) -> list[Result]:
     """Try every mutant; an invalid one is replaced by a spare one of its kind."""
     results: list[Result] = []
     left = {kind: [m for m in spare if m.kind == kind] for kind in KINDS}
@@ -302,7 +305,7 @@ def run(found: Sequence[Mutant], spare: Sequence[Mutant], jobs: int, limit_s: fl
     with tempfile.TemporaryDirectory(prefix="mutate-") as scratch:
         cache = Path(scratch) / "cache"
         _start_cache(cache)
-        free = [Bench(Path(scratch) / f"tree{i}", cache, limit_s, commit) for i in range(jobs)]
+        free = [Bench(Path(scratch) / f"tree{i}", cache, limit_s, commit, quick) for i in range(jobs)]
 
         def one(mutant: Mutant) -> None:
             with lock:
@@ -360,6 +363,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=240.0,
                         help="seconds for one run of tests; the first, narrow one gets a quarter")
+    parser.add_argument("--quick", action="store_true", help="leave out the last, wide run of tests")
     parser.add_argument("--kind", choices=KINDS, help="only mutants of this kind")
     parser.add_argument("--path", default="", help="only files whose path starts so")
     parser.add_argument("--commit", default="", help="copy this commit instead of the working files")
@@ -392,7 +396,8 @@ def main(argv: list[str] | None = None) -> int:
     done = _read(given.out)
     have = {result.id for result in done}
     chosen, spare = ([m for m in some if m.id not in have] for some in (chosen, spare))
-    results = done + run(chosen, spare, given.jobs, given.limit, given.commit, given.out)
+    results = done + run(chosen, spare, given.jobs, given.limit, given.commit, given.quick,
+                         given.out)
     print(table(results))
     for mutant in found:
         if mutant.id in excused:

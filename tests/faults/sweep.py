@@ -21,7 +21,7 @@ from flashnext_drv.drv.context import here
 from flashnext_drv.drv.memory import fill_bytes
 from flashnext_drv.engine import engine as engine_module
 from flashnext_drv.engine.engine import Engine, Limits
-from flashnext_drv.errors import ContextLost, DriverError, OutOfMemory
+from flashnext_drv.errors import ContextLost, DriverError, FlashNextError, OutOfMemory
 from flashnext_drv.ledger import Ledger
 from flashnext_drv.model.pack import Pack
 from flashnext_drv.sim import control
@@ -101,6 +101,11 @@ class Bench:
                 life.tokens, life.graph_failures = made.tokens, made.counters["graph_failures"]
         except DriverError as error:
             life.error = error
+        except ExceptionGroup as group:     # several steps of one close failed, the first one first
+            first = group.exceptions[0]
+            assert isinstance(first, DriverError), repr(group)
+            assert all(isinstance(each, FlashNextError) for each in group.exceptions), repr(group)
+            life.error = first
         finally:
             control.set_skip_kernels(False)
         return life

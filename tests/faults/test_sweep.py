@@ -7,6 +7,8 @@ holds each call name with each of its codes once.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from . import sweep
@@ -34,6 +36,15 @@ def test_calls_are_the_same_in_every_life(bench: sweep.Bench) -> None:
         assert bench.live(compute=True).tokens == bench.tokens
     assert count.names == bench.names, "skipping kernels may not change the calls"
     assert len(count.names) > 1000 and len(bench.capturing) > 200
+
+
+def test_sample_over_the_calls_of_closing(bench: sweep.Bench, case_seed: int) -> None:
+    """Closing frees much and must try every step."""
+    first = max(n for n, name in enumerate(bench.names, 1) if name == "cuEventSynchronize") + 1
+    some = [f for f in bench.faults() if f.n >= first and f.code in (1, 719)]
+    assert len({f.n for f in some}) > 60
+    some = random.Random(case_seed).sample(some, 40)
+    assert sum(sweep.run(bench, some, case_seed).values()) == len(some)
 
 
 @pytest.mark.slow
