@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -236,8 +236,3 @@ NO_SUMS: Final[dict[str, str]] = {
     "warp_ops": "compared bit for bit",
     "barrier_turns": "integers",
 }
-
-
-def describe() -> dict[str, Any]:
-    """kernel -> allowed roundings, or why there are none."""
-    return {**{name: one.allowed for name, one in SUMS.items()}, **NO_SUMS}

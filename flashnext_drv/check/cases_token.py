@@ -239,6 +239,7 @@ def _ple_mix(case: Case, seed: int) -> Operands:
                     ("streams", "state"), expect)
 
 
+@np.errstate(invalid="ignore")
 def _expect_ple(got: F32Array, tail: NDArray[Any], old: NDArray[Any], key: F32Array, value: F32Array,
                 streams: F32Array, norms: dict[str, F32Array], conv: F32Array, eps: float) -> None:
     """One run of at most 9 rows against FP64.  The convolution starts from the fp16 inputs the kernel stored.

@@ -32,7 +32,8 @@ __all__ = ["Verdict", "build_simulator", "judge"]
 @dataclass(frozen=True)
 class Verdict:
     """What became of one control.  fault: its kind.  stage: which one reported it; "racecheck" when it
-    cannot be brought to light by running it here; "" when it was missed.  text: the stage's words, or why not."""
+    cannot be brought to light by running it here; "" when it was missed.  text: the stage's words, or why.
+    """
 
     kernel: str
     control: str

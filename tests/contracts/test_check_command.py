@@ -38,6 +38,19 @@ def chosen(request: pytest.FixtureRequest) -> str:
     return device
 
 
+def children(pid: int) -> list[int]:
+    """Processes that `pid` started and that run still."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        except OSError:  # it ended
+            continue
+        if int(words[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
 def audit(log: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "tools" / "audit_check.py"), str(log)],
@@ -97,9 +110,7 @@ def test_an_early_end_is_no_result(chosen: str, tmp_path: Path, whom: str) -> No
         if whom == "command":
             process.send_signal(signal.SIGTERM)
         else:
-            told = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-            children = told.read_text(encoding="ascii").split()
-            os.kill(int(children[0]), signal.SIGKILL)
+            os.kill(children(process.pid)[0], signal.SIGKILL)
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert out.splitlines()[-1] == "no result"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashnext_drv.check import log
+from flashnext_drv.errors import BuildError
 from flashnext_drv.kernels import catalog, planting
-from flashnext_drv.kernels.spec import CONTROL_KINDS, STAGES
+from flashnext_drv.kernels.spec import CONTROL_KINDS, STAGES, Control, Edit
 
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("audit_check", ROOT / "tools" / "audit_check.py")
@@ -96,6 +99,52 @@ def test_the_audit_refuses_another_summary_and_a_log_without_end() -> None:
     false = "SUMMARY 2 kernels: 2 pass, 0 fail, 0 known; 3 controls: 3 red, 0 missed"
     complaints, _ = audit_check.audit([*lines, json.dumps({"kind": "end", "summary": false})])
     assert len(complaints) == 1 and "the lines say" in complaints[0]
+
+
+def test_everything_that_is_launched_is_declared() -> None:
+    """Names in `Step(...)` and `.launch(...)` of the package; "*" stands for the widths 8 and 16."""
+    declared, seen = {spec.name for spec in catalog.specs()}, set()
+    for path in (ROOT / "flashnext_drv").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
+                continue
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called in ("Step", "launch") and isinstance(node.args[0].value, str):
+                seen |= {node.args[0].value.replace("*", width) for width in ("8", "16")}
+    assert len(seen) > 15
+    assert seen <= declared
+
+
+def test_a_control_that_does_not_fit_its_source_is_refused() -> None:
+    spec = catalog.spec("stream_add")
+    for old, text in (("no such text", "stands 0 times"), ("fn_fma", "stands 4 times")):
+        wrong = Control("wrong", "tail", (Edit(spec.source, old, ""),))
+        with pytest.raises(BuildError, match=text):
+            planting.control_digest(spec, wrong)
+    with pytest.raises(BuildError, match="no such source"):
+        planting.control_digest(spec, Control("wrong", "tail", (Edit("glue/none.cu", "a", "b"),)))
+
+
+def test_declaration_that_lacks_something_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = catalog.specs()
+    for change, text in (
+        ({"reference": ""}, "no reference"),
+        ({"bound": ""}, "no bound"),
+        ({"cases": ()}, "no cases"),
+        ({"controls": ()}, "no controls"),
+        ({"limits": {}}, "no limits of sm_80"),
+        ({"order": "nothing_v9"}, "not in ARITHMETIC.md"),
+        ({"exempt": {"fp32": "why"}}, "exempts 'fp32'"),
+        ({"exempt": {"mates": ""}}, "exempts 'mates'"),
+        ({"replaces": "ghost"}, "replaces ghost"),
+    ):
+        spoilt = replace(whole[0], **change)  # type: ignore[arg-type]
+        monkeypatch.setattr(catalog, "specs", lambda spoilt=spoilt: (spoilt, *whole[1:]))
+        with pytest.raises(BuildError, match=text):
+            catalog.require_whole()
+    monkeypatch.setattr(catalog, "specs", lambda: whole[1:])
+    with pytest.raises(BuildError, match=r"glue/site_norm\.cu: no kernel is declared"):
+        catalog.require_whole()
 
 
 def test_declarations_are_whole() -> None:
