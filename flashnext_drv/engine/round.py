@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import ContractError, UsageError
+from ..errors import ContractError, DriverError, UsageError
 from ..model.layout import bucket_of
 from .rank import Rank
 from .sequence import Sequence
@@ -49,7 +49,7 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
     Raises UsageError (nothing changed) when windows overlap, hold more rows than the limits or more than is
     pending, or an id outside the vocabulary; CapacityError when pages run out; ContractError when a logit of
     a row that draws is NaN (the sequences have advanced); DriverError, after which the sequences' states on
-    the device are undefined: close them.
+    the device are unknown: they take part in no further round and can only be closed.
     """
     n_rows = sum(window.n_rows for window in windows)
     _check(rank, windows, n_rows)
@@ -59,12 +59,15 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
     bucket = bucket_of(n_rows)
     _fill(rank, windows, n_rows, bucket)
     head = any(window.draw or window.logits for window in windows)
-    rank.forward(bucket, head)
-    for window in windows:
-        window.sequence.n_done += window.n_rows
-    if not head:
-        return RoundResult([-1] * len(windows), None)
-    return _read(rank, windows)
+    try:
+        rank.forward(bucket, head)
+        for window in windows:
+            window.sequence.n_done += window.n_rows
+        return _read(rank, windows) if head else RoundResult([-1] * len(windows), None)
+    except DriverError as error:
+        for window in windows:
+            window.sequence.failed = str(error)
+        raise
 
 
 def _check(rank: Rank, windows: List[Window], n_rows: int) -> None:
@@ -77,6 +80,9 @@ def _check(rank: Rank, windows: List[Window], n_rows: int) -> None:
         sequence = window.sequence
         if sequence.closed:
             raise UsageError("a closed sequence stands in a round", slot=sequence.i_slot)
+        if sequence.failed:
+            raise UsageError("a sequence's state is unknown after a failed round", slot=sequence.i_slot,
+                             because=sequence.failed, do="close it and start again from its tokens")
         if not 1 <= window.n_rows <= sequence.n_pending:
             raise UsageError(
                 "a window holds 1 row to all pending rows", rows=window.n_rows, pending=sequence.n_pending

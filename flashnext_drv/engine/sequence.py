@@ -57,6 +57,7 @@ class Sequence:
     ids: tokens from position first_position on.  n_done: how many of them are in the state.  capacity: most
     tokens.
     before: the two tokens in front of ids (newest first), for a state that did not start at position 0.
+    failed: the driver error of a round this sequence was in; its state is unknown from then on.
     """
 
     i_slot: int
@@ -67,6 +68,7 @@ class Sequence:
     first_position: int = 0
     before: tuple[int, int] | None = None
     closed: bool = False
+    failed: str = ""
 
     @property
     def position(self) -> int:

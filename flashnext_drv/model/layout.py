@@ -151,7 +151,6 @@ class Plan:
 
     device: Mapping[str, int]
     pinned: Mapping[str, int]
-    notes: tuple[str, ...] = ()
 
     def require_fits(self, free_bytes: int, limits: Limits) -> None:
         """Raises CapacityError naming the largest owner when the device part does not fit."""
@@ -173,15 +172,6 @@ class Plan:
                 f"kv {bytes_text(self.device.get('kv', 0))}",
                 do="lower context_tokens, sequences or rows, or use a device with more memory",
             )
-
-    def table(self) -> str:
-        rows = [
-            (owner, tier, size)
-            for tier, part in (("device", self.device), ("pinned", self.pinned))
-            for owner, size in part.items()
-        ]
-        lines = [f"{owner:<14} {tier:<7} {bytes_text(size):>12}" for owner, tier, size in rows]
-        return "\n".join((*lines, *self.notes))
 
 
 @dataclass

@@ -49,12 +49,17 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """Linears of one launch.  name: stem of the device table.  out: where finished outputs go ("" = not
-    finished by linear_finish; "y", "logits" = that buffer; "out" = the shared output scratch)."""
+    """Linears of one launch.
+
+    name: stem of the device table.  x: scratch span of the operand: "x" is shared and has a place for each
+    member, any other holds one operand that the kernel in front writes.  out: where finished outputs go ("" =
+    not finished by linear_finish; "y", "logits" = that buffer; "out" = the shared output scratch).
+    """
 
     name: str
     members: tuple[Member, ...]
     out: str = "out"
+    x: str = "x"
 
     @property
     def n_inputs(self) -> int:
@@ -89,6 +94,7 @@ def _groups(config: ModelConfig) -> Iterator[Group]:
                     Member(f"{ple}.key_proj", config.ple_dim, width),
                     Member(f"{ple}.value_proj", config.ple_dim, config.hidden, shares=0),
                 ),
+                x="emb",
             )
         yield from _site(config, f"{stem}.attn_site", names.attn_site(i_layer))
         yield from _gdn(config, i_layer) if kind == "gdn" else _qsa(config, i_layer)
@@ -109,8 +115,9 @@ def _site(config: ModelConfig, name: str, prefix: str, inject: bool = True) -> I
     members = [Member(f"{prefix}.input_mix_weight_down", width, config.low_rank)]
     if inject:
         members.append(Member(f"{prefix}.block_inject_weight", width, config.n_streams, shares=0))
-    yield Group(f"{name}.down", tuple(members), out="")
-    yield Group(f"{name}.up", (Member(f"{prefix}.input_mix_weight_up", config.low_rank, width),), out="")
+    yield Group(f"{name}.down", tuple(members), out="", x="n16")
+    up = Member(f"{prefix}.input_mix_weight_up", config.low_rank, width)
+    yield Group(f"{name}.up", (up,), out="", x="u16")
 
 
 def _gdn(config: ModelConfig, i_layer: int) -> Iterator[Group]:

@@ -30,6 +30,7 @@ from .upload import Uploader
 __all__ = ["Item", "WeightStore", "linear_items", "weight_bytes"]
 
 Array = npt.NDArray[np.generic]
+ROW_READ_AHEAD = 16  # bytes behind the last n-gram row: a kernel may read a row in whole words
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class WeightStore(Owner):
             first_warp = 0
             for row, member, x, part, out in zip(rows, group.members, *offsets, strict=True):
                 row["w"] = self.weight_row(self._pack.linear(member.prefix))
-                row["x"] = _operand(name, work, x)
+                row["x"] = work[group.x].address + (x if group.x == "x" else 0)
                 row["part"] = work["part"].address + part
                 row["out"] = work[group.out].address + (out if group.out == "out" else 0) if group.out else 0
                 row["k"], row["n"], row["x_stride"] = member.k, member.n, member.k
@@ -120,20 +121,6 @@ def weight_bytes(layout: Layout, pack: PackBase) -> tuple[int, int]:
         arena_bytes(i.size_bytes for i in _items(layout, pack)),
         sum(aligned(size) for _, size, _ in _ngram_tables(layout, pack)),
     )
-
-
-def _operand(group: str, work: Mapping[str, Span], offset: int) -> int:
-    """Where a group's operand lies: written by linear_input, or by the kernel in front of the group."""
-    for suffix, span in (
-        ("_site.down", "n16"),
-        ("mixer.down", "n16"),
-        ("_site.up", "u16"),
-        ("mixer.up", "u16"),
-        (".ple", "emb"),
-    ):
-        if group.endswith(suffix):
-            return work[span].address
-    return work["x"].address + offset
 
 
 def _items(layout: Layout, pack: PackBase) -> Iterator[Item]:
@@ -212,6 +199,6 @@ def _ngram_tables(layout: Layout, pack: PackBase) -> Iterator[tuple[str, int, tu
         info = pack.ngram(i_ple)
         yield (
             f"L{i_layer}.ngram.table",
-            info.rows * info.row_bytes + 16,
+            info.rows * info.row_bytes + ROW_READ_AHEAD,
             tuple(source[0] for source in info.sources),
         )

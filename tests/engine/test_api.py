@@ -14,6 +14,7 @@ from flashnext_drv.drv import api, faults
 from flashnext_drv.drv.context import Context
 from flashnext_drv.drv.memory import DeviceArena
 from flashnext_drv.engine.engine import Engine, Limits, token_sha256
+from flashnext_drv.engine.round import Window, run_round
 from flashnext_drv.errors import CapacityError, DriverError, LeakError, OutOfMemory, UsageError
 from flashnext_drv.kernels import bind
 from flashnext_drv.ledger import Ledger
@@ -162,3 +163,16 @@ def test_device_memory_that_others_hold(
     ledger.require_empty()
     with open_micro() as engine:
         assert engine.generate([1], max_new_tokens=1).tokens
+
+
+def test_a_sequence_in_a_failed_round_takes_part_in_no_other(open_micro: Callable[..., Engine]) -> None:
+    """After a refused launch the state on the device is unknown: only closing is left, and others go on."""
+    with open_micro(graph=False, sequences=2) as engine:
+        with engine.sequence() as sequence:
+            sequence.extend([1, 2])
+            with faults.fail_nth(1, 1, only="cuLaunchKernel"), pytest.raises(DriverError):
+                run_round(engine.rank, [Window(sequence)])
+            with pytest.raises(UsageError, match="unknown after a failed round"):
+                run_round(engine.rank, [Window(sequence)])
+            assert engine.generate([1, 2], max_new_tokens=2, stop_ids=()).tokens
+        assert engine.rank.slots.free_slots == 2

@@ -143,8 +143,12 @@ def test_closed_engine_refuses_work(open_micro: Callable[..., Engine]) -> None:
     engine = open_micro(graph=False)
     engine.close()
     engine.close()
-    with pytest.raises(UsageError, match="closed"):
-        engine.generate([1], max_new_tokens=1)
+    calls: list[Callable[[], object]] = [
+        lambda: engine.generate([1], max_new_tokens=1), lambda: engine.logits([1]), engine.memory,
+        lambda: engine.stream([1], max_new_tokens=1)]
+    for call in calls:
+        with pytest.raises(UsageError, match="Engine engine is closed"):
+            call()
 
 
 def test_nan_weight_gives_a_typed_error(tmp_path: Path, micro: Path, device: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from flashnext_drv.drv import faults
 from flashnext_drv.engine.engine import Engine, Limits
+from flashnext_drv.engine.round import Window, run_round
 from flashnext_drv.errors import CapacityError, DriverError, UsageError
 from flashnext_drv.lifetime import Owner
 from flashnext_drv.sim import control
@@ -139,3 +140,13 @@ def test_a_fresh_slot_is_zeroed(open_micro: Callable[..., Engine]) -> None:
             pass
         assert engine.rank.slots.free_slots == 1, "a slot that could not be zeroed stays free"
         assert engine.logits(IDS).tobytes() == first.tobytes()
+
+
+def test_pages_reserved_beyond_the_next_row_change_nothing(open_micro: Callable[..., Engine]) -> None:
+    with open_micro(context_tokens=192) as engine:
+        wanted = engine.logits(IDS).tobytes()
+        with engine.sequence() as sequence:
+            engine.rank.pages.reserve(sequence.i_slot, 192)
+            sequence.extend(IDS)
+            rows = [run_round(engine.rank, [Window(sequence, 1, logits=True)]).logits for _ in IDS]
+        assert b"".join(row.tobytes() for row in rows if row is not None) == wanted
