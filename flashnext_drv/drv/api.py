@@ -479,8 +479,10 @@ def _real_in_process() -> bool:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "libcuda.so" in line}
-    return any("flashnext" not in path for path in paths)
+    simulator = sys.modules.get("flashnext_drv.sim.load")
+    ours = simulator.library() if simulator is not None else None
+    paths = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "libcuda.so" in line}
+    return any(ours is None or path != ours.resolve() for path in paths)
 
 
 def _real_has_device() -> bool:
