@@ -188,3 +188,29 @@ def test_closing_a_used_module_is_refused_before_anything_is_closed(ctx: Context
         with pytest.raises(UsageError, match=r"Kernels kernels cannot be closed: used by g.exec"):
             kernels.close()
         assert not kernels.closed and not kernels.module("move").closed
+
+
+def test_a_host_view_is_of_its_own_arena(ctx: Context) -> None:
+    with PinnedArena(ctx, "p", 4096) as one, PinnedArena(ctx, "q", 4096) as other:
+        span = other.span("x", 64)
+        assert other.host(span).size == 64 and other.host().size == 4096
+        with pytest.raises(UsageError, match="span x is not of arena p"):
+            one.host(span)
+        last = one.span("all", 4096)
+        assert one.host(last).size == 4096
+    with pytest.raises(UsageError, match="closed"):
+        other.host(span)
+
+
+def test_a_module_holds_the_context_itself(ctx: Context) -> None:
+    with Kernels(ctx, ("glue",), "one") as kernels:
+        assert kernels.module("glue").holds == (ctx,) and "one.glue" in ctx.borrowers()
+
+
+def test_an_arena_is_granted_what_the_driver_took(ctx: Context, ledger: Ledger) -> None:
+    free = ctx.free_bytes()
+    with DeviceArena(ctx, "a", (2 << 20) + 1):
+        taken = free - ctx.free_bytes()
+        row = next(row for row in ledger.table() if row.owner == "a")
+        assert row.live_bytes == (2 << 20) + 1 and row.granted_bytes == taken
+        assert not ctx.facts.is_simulator or taken == 4 << 20, "the simulator charges whole 2 MiB pages"

@@ -43,6 +43,10 @@ def test_every_owner_of_a_rank_holds_what_it_uses(open_micro: Callable[..., Engi
         assert {"compute", "round.done", "kernels", "tables", "pages", "slots", "work", "draws", "weights",
                 "experts", "graphs", "tables.staging", "kv", "index", "recurrent", "ngram"} <= set(
                     rank.ctx.borrowers())
+        for owner in (rank.stream, rank._done, rank.kernels, rank.tables, rank.tables.arena, rank.pages,
+                      rank.slots, rank._work, rank._draws, rank.weights, rank.experts, rank.graphs,
+                      *rank.pages.arenas, *rank.slots.arenas):
+            assert rank.ctx in owner.holds, owner
         assert set(rank.tables.borrowers()) >= {"pages", "slots", "graphs"}
         used: list[Owner] = [rank.ctx, rank.tables, rank.pages, rank.slots, rank.weights, rank.experts,
                              rank.kernels, rank._work]

@@ -210,6 +210,14 @@ def test_senseless_field_is_refused_even_without_strict(field: str, value: objec
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(("field", "value"), [
+    ("ple_layer_ids", [49]), ("eos_token_id", 248320), ("ple_embed_dim", 2559), ("indexer_budget", 2047)])
+def test_a_contradiction_shows_the_value_that_was_given(field: str, value: object) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_json(changed(**{field: value}), strict=False)
+    assert caught.value.value == value
+
+
 def test_unknown_layer_type_is_refused() -> None:
     with pytest.raises(CheckpointError) as caught:
         ModelConfig.from_json(changed(layer_types=["mamba"] * 48))
