@@ -1,5 +1,6 @@
 #!/bin/sh
-# Makes .venv if needed, builds the kernels of all architectures (cached), then lint, types and the whole test suite.
+# Makes .venv if needed, builds the kernels of all architectures (cached), then lint, types, the whole test suite
+# and the kernel contract with its planted controls.
 # Arguments go to pytest, and then nothing else runs: sh tools/test.sh tests/host -k ledger
 . "$(dirname "$0")/venv.sh" "test,build"
 if [ $# -gt 0 ]; then exec $python -m pytest "$@"; fi
@@ -7,4 +8,5 @@ unset FLASHNEXT_ARCHS
 $python build_kernels.py &&
 $python -m ruff check . &&
 $python -m mypy &&
-exec $python -m pytest -q -n 2 --dist loadfile
+$python -m pytest -q -n 2 --dist loadfile &&
+exec $python -m flashnext_drv check --device sim
