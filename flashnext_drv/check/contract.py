@@ -14,9 +14,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -27,16 +27,16 @@ from ..drv.context import Context
 from ..drv.memory import GUARD_BYTES, DeviceArena, Span, copy_to_device, copy_to_host
 from ..drv.module import Launch
 from ..drv.stream import Stream
-from ..errors import ContextLost, ContractError, FlashNextError, UsageError
+from ..errors import ContractError, UsageError
 from ..kernels import catalog
 from ..kernels.bind import Kernels
 from ..kernels.spec import PTR, Case, KernelSpec
 from ..ledger import Ledger
 from ..lifetime import Owner
 
-__all__ = ["CaseResult", "CheckDevice", "Operands", "Ran", "Start", "Summary", "bits", "build_operands",
+__all__ = ["CaseResult", "CheckDevice", "Operands", "Ran", "Start", "bits", "build_operands",
            "canonical_bytes", "family_of", "hash_outputs", "inputs_kept", "launch_case", "main", "poison",
-           "poison_byte", "poisoned_with", "repeat_command", "run_all", "run_case"]
+           "poison_byte", "poisoned_with", "repeat_command", "run_case"]
 
 Arrays = dict[str, NDArray[Any]]
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -88,24 +88,6 @@ class Ran:
     @property
     def outputs(self) -> Arrays:
         return {name: self.found[name] for name in self.names}
-
-
-@dataclass
-class Summary:
-    """What `run_all` found.  hashes: "kernel/case/seed" -> SHA-256.  failures: the same key -> text."""
-
-    device: str
-    hashes: dict[str, str] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def n_cases(self) -> int:
-        return len(self.hashes) + len(self.failures)
-
-    def line(self) -> str:
-        """The one line that every check ends with."""
-        state = "PASS" if self.n_cases and not self.failures else "FAIL"
-        return f"SUMMARY {state} {len(self.hashes)} of {self.n_cases} kernel cases on {self.device}"
 
 
 class CheckDevice(Owner):
@@ -254,49 +236,18 @@ def repeat_command(kernel: str, case: Case, seed: int) -> str:
     return f"python -m flashnext_drv.check.contract {api.loaded() or 'auto'} {kernel} {case.name} {seed}"
 
 
-def run_all(device: str, kernels: Iterable[str] | None = None, seed: int = 0,
-            progress: Callable[[str], None] | None = None) -> Summary:
-    """Run every declared case of `kernels` (by default all).  A failing case does not stop the others.
-
-    progress: called with one text a case.
-    """
-    wanted = [catalog.spec(name) for name in kernels] if kernels is not None else list(catalog.specs())
-    with ExitStack() as stack:
-        check = stack.enter_context(CheckDevice(device))
-        summary = Summary(str(check.ctx.facts))
-        for spec in wanted:
-            for case in spec.cases:
-                key = f"{spec.name}/{case.name}/{seed}"
-                try:
-                    summary.hashes[key] = run_case(check, spec.name, case, seed).sha256
-                except FlashNextError as error:
-                    summary.failures[key] = f"{type(error).__name__}: {error}"
-                    if isinstance(error, ContextLost) or check.ctx.broken:
-                        stack.close()
-                        check = stack.enter_context(CheckDevice(device))
-                if progress is not None:
-                    progress(f"{'FAIL' if key in summary.failures else 'ok'} {key}")
-    return summary
-
-
 def main(argv: list[str]) -> int:
-    """`python -m flashnext_drv.check.contract DEVICE [KERNEL [CASE [SEED]]]`: print hashes, SUMMARY; 0 when
-    all pass."""
-    device = argv[0] if argv else "auto"
-    if len(argv) < 3:
-        summary = run_all(device, argv[1:2] or None, progress=lambda text: print(text, file=sys.stderr))
-        for key, digest in summary.hashes.items():
-            print(f"{digest} {key}")
-        for key, text in summary.failures.items():
-            print(f"FAIL {key}: {text}")
-        print(summary.line())
-        return 0 if not summary.failures and summary.n_cases else 1
-    seed = int(argv[3]) if len(argv) > 3 else 0
-    case = next((c for c in catalog.spec(argv[1]).cases if c.name == argv[2]), None)
-    if case is None:
-        raise UsageError(f"kernel {argv[1]} has no case {argv[2]!r}")
-    with CheckDevice(device, families=(family_of(argv[1]),)) as check:
-        print(f"{run_case(check, argv[1], case, seed).sha256} {argv[1]}/{case.name}/{seed}")
+    """`python -m flashnext_drv.check.contract DEVICE KERNEL [CASE [SEED]]`: run one case, or all of a
+    kernel, and print their hashes.  Raises ContractError on the first that fails."""
+    if not 2 <= len(argv) <= 4:
+        raise UsageError("a device and a kernel are needed", do="DEVICE KERNEL [CASE [SEED]]")
+    device, kernel, wanted, seed = (*argv, *("", "0")[len(argv) - 2:])
+    cases = [case for case in catalog.spec(kernel).cases if wanted in ("", case.name)]
+    if not cases:
+        raise UsageError(f"kernel {kernel} has no case {wanted!r}")
+    with CheckDevice(device, families=(family_of(kernel),)) as check:
+        for case in cases:
+            print(f"{run_case(check, kernel, case, int(seed)).sha256} {kernel}/{case.name}/{int(seed)}")
     return 0
 
 

@@ -10,6 +10,10 @@
     mates      rows turned round, alone, without padding; runs one token at a time (mates.py)
     integers, midpoints, nonfinite   cases made of such data (`Case.shows`) went through all of the above
 
+Every declared case goes through all of them.  Cases are chosen in the declarations: the least shape, an odd
+one at each end of a tile, batch, page or segment, every format and number of segments, the published sizes
+once, as few and as many rows as fit, and one case for each kind of data; none is left out for time.
+
 Called by worker.py.  What must stay true: a stage that does not apply to a kernel is named with its reason in
 the declaration, and a stage that was not shown is a failure.
 """

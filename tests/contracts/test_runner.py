@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashnext_drv.check import contract
+from flashnext_drv.check import contract, stages
 from flashnext_drv.check.contract import CheckDevice, Operands, bits, canonical_bytes, hash_outputs, poison
 from flashnext_drv.errors import ContractError, UsageError
 from flashnext_drv.kernels import catalog
@@ -88,9 +88,9 @@ def test_a_written_read_only_array_is_reported() -> None:
     spec = catalog.spec("stream_add")
     sent = {"y": np.zeros(4, np.float32), "streams": np.zeros(4, np.float32)}
     changed = {name: array + 1 for name, array in sent.items()}
-    contract._inputs_kept(spec, sent, {**changed, "y": sent["y"]})
+    contract.inputs_kept(spec, sent, {**changed, "y": sent["y"]})
     with pytest.raises(AssertionError, match="array y is declared read-only"):
-        contract._inputs_kept(spec, sent, changed)
+        contract.inputs_kept(spec, sent, changed)
 
 
 def test_bits_are_the_same_on_every_machine() -> None:
@@ -128,20 +128,23 @@ def test_unknown_kernels_and_cases_are_refused() -> None:
         contract.family_of("nothing")
 
 
-def test_the_command_prints_hashes_and_one_summary_line(device_name: str,
-                                                        capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_hashes(device_name: str, capsys: pytest.CaptureFixture[str]) -> None:
     spec = catalog.spec("stream_add")
     assert contract.main([device_name, spec.name]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(spec.cases) + 1 and lines[-1].startswith(f"SUMMARY PASS {len(spec.cases)} of ")
+    assert [line.split()[1] for line in lines] == [f"stream_add/{case.name}/0" for case in spec.cases]
     assert contract.main([device_name, spec.name, spec.cases[0].name]) == 0
     assert capsys.readouterr().out.split() == lines[0].split()
+    assert contract.main([device_name, spec.name, spec.cases[0].name, "4"]) == 0
+    assert capsys.readouterr().out.split()[0] != lines[0].split()[0]
     with pytest.raises(UsageError, match="has no case 'x'"):
         contract.main([device_name, spec.name, "x"])
+    with pytest.raises(UsageError, match="DEVICE KERNEL"):
+        contract.main([device_name])
 
 
-def test_a_failing_case_fails_the_summary_and_stops_no_other(device_name: str,
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_case_fails_its_stages_and_stops_no_other(check_device: Callable[[str], CheckDevice],
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     spec = catalog.spec("stream_add")
     real = contract.build_operands
 
@@ -151,7 +154,7 @@ def test_a_failing_case_fails_the_summary_and_stops_no_other(device_name: str,
             made.arrays["y"] = made.arrays["y"] + 1
         return made
 
-    monkeypatch.setattr(contract, "build_operands", build)
-    summary = contract.run_all(device_name, ["stream_add"])
-    assert len(summary.failures) == 1 and len(summary.hashes) == len(spec.cases) - 1
-    assert summary.line().startswith(f"SUMMARY FAIL {len(spec.cases) - 1} of {len(spec.cases)} ")
+    monkeypatch.setattr(stages, "build_operands", build)
+    failed = {(one.case, one.stage) for one in stages.check_kernel(lambda: check_device("glue"), spec)
+              if not one.ok}
+    assert failed == {(spec.cases[0].name, "fp64"), (spec.cases[0].name, "written")}
