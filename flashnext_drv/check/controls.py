@@ -19,7 +19,7 @@ from typing import Any
 from ..drv.module import Launch, Module
 from ..errors import BuildError, ContractError, DriverError, FlashNextError
 from ..kernels.bind import make_launch, simulator_image
-from ..kernels.planting import control_digest, control_image, control_root, controls, plant, planted
+from ..kernels.planting import control_digest, control_image, control_root, plant, planted
 from ..kernels.spec import Case, Control, KernelSpec
 from ..sim.build import Variant, build
 from .contract import CheckDevice, Operands, Ran, Start, build_operands, inputs_kept, launch_case
@@ -44,21 +44,16 @@ class Verdict:
     text: str
 
 
-def build_simulator(families: tuple[str, ...] = ()) -> Path:
-    """The simulator with every control beside all real kernels; built now if the cache lacks it."""
+def build_simulator(specs: Sequence[KernelSpec]) -> Path:
+    """The simulator with the controls of `specs` beside all real kernels; built now if the cache lacks it."""
     with tempfile.TemporaryDirectory(prefix="flashnext-controls-") as scratch:
         variants = []
-        for i, (spec, control) in enumerate(controls(families)):
-            folder = Path(scratch) / str(i)
-            plant(spec, control, folder)
-            variants.append(
-                Variant(
-                    control_image(spec, control),
-                    planted(spec, control),
-                    folder,
-                    control_digest(spec, control),
-                )
-            )
+        for spec in specs:
+            for control in spec.controls:
+                name, digest = control_image(spec, control), control_digest(spec, control)
+                folder = Path(scratch) / name
+                plant(spec, control, folder)
+                variants.append(Variant(name, planted(spec, control), folder, digest))
         return build(variants=variants)
 
 

@@ -143,7 +143,7 @@ def check(
     library: Path | None = None
     if device == "sim" and with_controls:
         print("building the simulator with the planted controls", file=sys.stderr, flush=True)
-        library = controls.build_simulator()
+        library = controls.build_simulator(specs)
     jobs: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
     ordered = sorted(specs, key=lambda spec: -len(spec.cases))  # the longest first
     due = [(spec.name, one.name) for spec in ordered if with_controls for one in spec.controls]
@@ -271,9 +271,7 @@ def _chosen(names: list[str]) -> list[KernelSpec]:
     known = {spec.name: spec for spec in catalog.specs() if not spec.broken}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise UsageError(
-            f"no kernel is called {unknown[0]!r}", do="see python -m flashnext_drv doctor --json"
-        )
+        raise UsageError(f"no kernel is called {unknown[0]!r}", do=f"use one of {', '.join(known)}")
     return [known[name] for name in names] or list(known.values())
 
 

@@ -25,8 +25,8 @@ from ..errors import BuildError
 from .spec import ARCHS, STAGES, KernelSpec
 
 __all__ = ["ARCHS", "FAMILIES", "QUALIFIED", "Image", "KernelRecord", "Manifest", "cubin_root", "families",
-           "image_digest", "kernel_digest", "manifest", "pick_arch", "read_manifest", "require_whole",
-           "source_digest", "source_files", "source_root", "spec", "specs"]
+           "image_digest", "kernel_digest", "manifest", "pick_arch", "reached", "read_manifest",
+           "require_whole", "source_digest", "source_files", "source_root", "spec", "specs"]
 
 FAMILIES: Final = ("glue", "exl3", "attn", "gdn", "moe", "moe_gemv", "token", "move", "probe")
 # GPU generations for which tests/receipts holds a run of every kernel case; all others open with a warning.
@@ -194,6 +194,11 @@ def source_files(family: str | None = None) -> tuple[str, ...]:
     What only the simulator includes (sim/) is left out.
     """
     return _included([one.source for one in specs(family)])
+
+
+def reached(source: str) -> tuple[str, ...]:
+    """Paths below source_root of one source and of all that it includes, sorted; sim/ left out."""
+    return _included([source])
 
 
 def _included(todo: list[str]) -> tuple[str, ...]:

@@ -30,12 +30,11 @@ _POISON: Final = Edit(
 )
 
 
-def controls(families: tuple[str, ...] = ()) -> Iterator[tuple[KernelSpec, Control]]:
-    """Every control of `families` (by default all)."""
-    for family in families or catalog.families():
-        for spec in catalog.specs(family):
-            for control in spec.controls:
-                yield spec, control
+def controls() -> Iterator[tuple[KernelSpec, Control]]:
+    """Every declared control with its kernel."""
+    for spec in catalog.specs():
+        for control in spec.controls:
+            yield spec, control
 
 
 def control_image(spec: KernelSpec, control: Control) -> str:
@@ -64,7 +63,7 @@ def control_digest(spec: KernelSpec, control: Control) -> str:
     digest = hashlib.sha256(
         json.dumps([control_image(spec, control), spec.macros(), [arg.kind for arg in spec.args]]).encode()
     )
-    for path in (*catalog.source_files(_family(spec)), _HELPER):
+    for path in (*catalog.reached(spec.source), _HELPER):
         text = texts[path] if path in texts else (root / path).read_text(encoding="utf-8")
         digest.update(f"{path}\0{hashlib.sha256(text.encode()).hexdigest()}\0".encode())
     return digest.hexdigest()
@@ -90,16 +89,16 @@ def planted_unit(spec: KernelSpec, control: Control) -> str:
 def _edited(spec: KernelSpec, control: Control) -> dict[str, str]:
     """path -> text of every file that differs from what lies in the source folder."""
     root = catalog.source_root()
+    reached = catalog.reached(spec.source)
     texts = {spec.source: (root / spec.source).read_text(encoding="utf-8")}
     for edit in (*control.edits, *((_POISON,) if control.kind == "barrier" else ())):
+        if edit.file not in reached:
+            raise BuildError(
+                f"control {control.name} of kernel {spec.name} edits {edit.file}",
+                because="the kernel does not include it",
+            )
         if edit.file not in texts:
-            try:
-                texts[edit.file] = (root / edit.file).read_text(encoding="utf-8")
-            except OSError as error:
-                raise BuildError(
-                    f"control {control.name} of kernel {spec.name} edits {edit.file}",
-                    because="there is no such source",
-                ) from error
+            texts[edit.file] = (root / edit.file).read_text(encoding="utf-8")
         found = texts[edit.file].count(edit.old)
         if found != 1:
             raise BuildError(
@@ -110,7 +109,3 @@ def _edited(spec: KernelSpec, control: Control) -> dict[str, str]:
         texts[edit.file] = texts[edit.file].replace(edit.old, edit.new)
     texts[spec.source] = f'#include "{_HELPER}"\n' + texts[spec.source]
     return texts
-
-
-def _family(spec: KernelSpec) -> str:
-    return next(name for name in catalog.families() if spec in catalog.specs(name))
