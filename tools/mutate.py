@@ -59,7 +59,8 @@ _BYTES = ("tests/engine/test_invariance.py::test_page_order_does_not_change_byte
 _WHOLE = ("tests/faults/test_graph_fallback.py", "tests/engine/test_memory.py", *_BYTES,
           "tests/faults/test_sweep.py")
 TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("cuda_src/tables.cuh", ("tests/host/test_build.py", "tests/host/test_catalog.py"), _ENGINE),
+    ("cuda_src/tables.cuh", ("tests/host/test_tables.py", "tests/host/test_catalog.py"),
+     ("tests/contracts/test_exl3.py", *_ENGINE)),
     ("cuda_src/exl3.cuh", ("tests/contracts/test_exl3.py",),
      ("tests/contracts/test_moe_gemv.py", "tests/contracts/test_glue.py", *_ENGINE)),
     ("cuda_src/moe/moe_gemv", ("tests/contracts/test_moe_gemv.py",), _ENGINE),
@@ -89,11 +90,15 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
                             "tests/drv/test_graph.py"),
      ("tests/drv/test_broken_device.py", *_ENGINE, "tests/engine/test_memory.py",
       "tests/faults/test_sweep.py")),
+    ("flashnext_drv/state/kv.py", ("tests/host/test_tables.py", *_ENGINE), _WHOLE),
     ("flashnext_drv/state/", _ENGINE, _WHOLE),
+    ("flashnext_drv/engine/sequence.py", ("tests/host/test_sequence.py", *_ENGINE), _WHOLE),
     ("flashnext_drv/engine/", _ENGINE, ("tests/host/test_device_warning.py", *_WHOLE)),
-    ("flashnext_drv/kernels/bind.py", ("tests/drv/test_launch.py", "tests/drv/test_images.py"),
+    ("flashnext_drv/kernels/bind.py", ("tests/host/test_bind_values.py", "tests/drv/test_launch.py",
+                                       "tests/drv/test_images.py", "tests/drv/test_ownership.py"),
      ("tests/drv/test_faults.py", "tests/host/test_device_warning.py", "tests/drv/test_context.py",
       "tests/engine/test_golden.py")),
+    ("flashnext_drv/kernels/tables.py", ("tests/host/test_tables.py", "tests/host/test_catalog.py"), _ENGINE),
     ("flashnext_drv/kernels/", ("tests/host/test_catalog.py", "tests/host/test_build.py"),
      ("tests/drv/test_images.py", "tests/drv/test_launch.py", *_ENGINE)),
     ("flashnext_drv/model/layout.py", ("tests/host/test_layout.py", *_ENGINE), (

@@ -42,7 +42,7 @@ class Uploader(Owner):
         super().__init__("upload", holds=(ctx, stream, kernels))
         self._stream, self._kernels, self._pack, self._progress = stream, kernels, pack, progress
         with Undo() as undo:
-            self._arena = PinnedArena(ctx, "upload.staging", 2 * HALF_BYTES + 512)
+            self._arena = PinnedArena(ctx, "upload.staging", 2 * HALF_BYTES)
             undo.callback(self._arena.close)
             spans = [self._arena.span(f"half{i}", HALF_BYTES) for i in range(2)]
             self._halves = [(span.address, self._arena.host(span)) for span in spans]

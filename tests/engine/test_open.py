@@ -154,3 +154,9 @@ def test_pages_reserved_beyond_the_next_row_change_nothing(open_micro: Callable[
             sequence.extend(IDS)
             rows = [run_round(engine.rank, [Window(sequence, 1, logits=True)]).logits for _ in IDS]
         assert b"".join(row.tobytes() for row in rows if row is not None) == wanted
+
+
+def test_staging_is_two_halves_and_gone_after_opening(open_micro: Callable[..., Engine]) -> None:
+    with open_micro() as engine:
+        row = next(row for row in engine.ledger.table() if row.owner == "upload.staging")
+        assert (row.n_live, row.peak_bytes) == (0, 2 * upload.HALF_BYTES)
