@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -125,3 +126,23 @@ def test_qualified_generations_have_a_receipt() -> None:
     receipts = {p.stem for p in (ROOT / "tests" / "receipts").glob("*.json")}
     for generation in catalog.QUALIFIED:
         assert any(generation in name for name in receipts), f"{generation} is qualified without a receipt"
+
+
+def test_an_image_that_is_not_the_manifests_is_refused(tmp_path: Path) -> None:
+    data = b"\x7fELF and so on"
+    image = catalog.Image("glue", "sm_90a", "glue.cubin", hashlib.sha256(data).hexdigest(), len(data), "", {})
+    with pytest.raises(BuildError, match=r"glue\.cubin cannot be read"):
+        image.read(tmp_path)
+    (tmp_path / "glue.cubin").write_bytes(data)
+    assert image.read(tmp_path) == data
+    (tmp_path / "glue.cubin").write_bytes(data[:-1] + b"!")
+    with pytest.raises(BuildError, match=r"glue\.cubin is not the one in manifest\.json"):
+        image.read(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "rights", "text"), [
+    ("u16", "", "unknown kind 'u16'"), (PTR, "", "do not fit"), (PTR, "x", "do not fit"),
+    (U32, "r", "do not fit")])
+def test_an_argument_of_no_kind_or_odd_rights_is_refused(kind: str, rights: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Arg("v", kind, "", rights)
