@@ -214,3 +214,10 @@ def test_an_arena_is_granted_what_the_driver_took(ctx: Context, ledger: Ledger) 
         row = next(row for row in ledger.table() if row.owner == "a")
         assert row.live_bytes == (2 << 20) + 1 and row.granted_bytes == taken
         assert not ctx.facts.is_simulator or taken == 4 << 20, "the simulator charges whole 2 MiB pages"
+
+
+def test_closed_kernels_make_no_launches(ctx: Context) -> None:
+    kernels = Kernels(ctx, ("glue",))
+    kernels.close()
+    with pytest.raises(UsageError, match="Kernels kernels is closed"):
+        kernels.launch("stream_add", 1, round=0, streams=0, y=0, inject=0, hidden=128)

@@ -79,9 +79,12 @@ def test_reconcile_counts_what_handles_were_measured_to_take() -> None:
     ledger.add("arena", "device", 1000, 2048)
     ledger.add("pinned", "pinned", 9999)
     found = ledger.reconcile(10_000, 10_000 - 2600)
-    assert (found.taken_bytes, found.explained_bytes, found.unexplained_bytes, found.n_allocations) == (2600,
-                                                                                                        2548,
-                                                                                                        52, 1)
+    assert (found.taken_bytes, found.explained_bytes, found.unexplained_bytes, found.n_allocations) == (
+        2600, 2548, 52, 1)
+    ledger.add("arena", "device", 10)
+    ledger.add("stream", "stream")
+    ledger.add("event", "event")
+    assert ledger.reconcile(10_000, 10_000).n_allocations == 2, "handles and pinned memory are none"
 
 
 def test_largest_holders_for_messages() -> None:
