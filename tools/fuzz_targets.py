@@ -244,7 +244,7 @@ def _limits(rng: random.Random, bench: Bench) -> None:
     layout = Layout(bench.config, Limits(**fields))  # type: ignore[arg-type]
     pack = Pack.open(bench.pack)
     found = plan(layout, pack)
-    assert sum(found.device.values()) > 0 and found.table()
+    assert sum(found.device.values()) > 0
     assert layout.rows_cap >= layout.limits.rows
     found.require_fits(rng.choice((0, 1 << 20, 1 << 40)), layout.limits)
 

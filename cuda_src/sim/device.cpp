@@ -321,6 +321,7 @@ FN_EXPORT int fnsim_set(const char* name, u64 value) {
     const std::string key = name;
     if (key == "seed") {
         settings.seed = value;
+        world.draws = world.seeded_launches = 0;
     } else if (key == "workers" && value >= 1 && value <= 64) {
         settings.n_workers = value;
     } else if (key == "check_rights") {

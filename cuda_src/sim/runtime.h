@@ -202,7 +202,9 @@ struct World {
     std::map<u64, std::unique_ptr<Exec>> execs;
     std::map<u64, std::shared_ptr<Capture>> captures;
     u64 primary[8] = {}, primary_uses[8] = {};
-    u64 bytes_copied = 0, bytes_filled = 0, launches = 0, draws = 0;
+    u64 bytes_copied = 0, bytes_filled = 0, launches = 0;
+    // Order decisions and launches since the seed was set: a seed repeats whatever ran before it.
+    u64 draws = 0, seeded_launches = 0;
 };
 extern World world FN_SIM_HIDDEN;
 FN_SIM_HIDDEN Context* current_context();

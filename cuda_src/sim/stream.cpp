@@ -100,7 +100,7 @@ static Result run_kernel(Context& c, Work& w) {
             }
     char text[512];
     world.launches++;
-    const u64 seed = settings.seed ? mix(settings.seed ^ mix(world.launches)) | 1 : 0;
+    const u64 seed = settings.seed ? mix(settings.seed ^ mix(++world.seeded_launches)) | 1 : 0;
     if (!launch(*w.kernel, w.grid, pointers, seed, (unsigned)settings.n_workers, text, sizeof text)) {
         const Result code = strstr(text, "illegal address")     ? ILLEGAL_ADDRESS
                             : strstr(text, "misaligned access") ? MISALIGNED_ADDRESS
