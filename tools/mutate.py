@@ -110,7 +110,7 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("flashnext_drv/model/steps.py", _ENGINE, _BYTES),
     ("flashnext_drv/model/", ("tests/host/test_config.py", "tests/host/test_pack.py",
                               "tests/host/test_manifest.py", "tests/host/test_synth.py",
-                              "tests/host/test_pack_bad.py"),
+                              "tests/host/test_pack_bad.py", "tests/host/test_weight_items.py"),
      ("tests/host/test_fuzz_found.py", "tests/host/test_fuzz_inputs.py",
       "tests/host/test_cli_packs.py", "tests/host/test_ref_packs.py", "tests/contracts/test_move.py",
       "tests/engine/test_golden.py", "tests/host/test_cli_usage.py")),
@@ -226,7 +226,7 @@ class Bench:
             what = " ".join(stage.arguments or ("check", *stage.check))
             if code is None:
                 return "hang", what
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+            failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", said, re.MULTILINE)
             if code < 0 or code in (134, 139):
                 return "crash", f"exit {code} in {what}"
             if code not in (0, 5):      # 5: the filter chose no test

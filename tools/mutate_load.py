@@ -1,8 +1,8 @@
 """For tools/mutate.py, in a process of its own: loads a simulator of few kernel families, so a changed header
 costs their compilation alone; as a pytest plugin, or to run the stages of `flashnext-drv check`.
 
-    python -m pytest -p mutate_load ...                  with MUTATE_FAMILIES=exl3,probe
-    python tools/mutate_load.py KERNEL...                prints FAILED check::KERNEL::STAGE, exit status 1
+    python -m pytest -p mutate_load ...         with MUTATE_FAMILIES=exl3,probe
+    python tools/mutate_load.py KERNEL...       prints FAILED check::KERNEL::STAGE - words, exit status 1
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(kernels: list[str]) -> int:
         with CheckDevice("sim", families=(family_of(name),)) as device:
             for one in stages.check_kernel(lambda device=device: device, catalog.spec(name)):
                 if not one.ok:
-                    print(f"FAILED check::{name}::{one.stage} {one.text}")
+                    print(f"FAILED check::{name}::{one.stage} - {one.text}")
                     return 1
     return 0
 

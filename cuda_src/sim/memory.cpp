@@ -1,5 +1,5 @@
-// memory.cpp: device, pinned and registered memory.  Each allocation has pages of its own: one without access
-// before and after it, 0xff (NaN) inside, a pattern from its end to the end of its page that is checked at
+// memory.cpp: device, pinned and registered memory.  Each allocation has pages of its own: a wide gap without
+// access before and after it, 0xff (NaN) inside, a pattern from its end to the end of its page that is checked at
 // free.  Freed ranges stay reserved without access for a while, so a kernel or copy that touches them is
 // named.
 #include <sys/mman.h>
@@ -13,6 +13,8 @@ namespace fnsim {
 namespace {
 
 constexpr u64 kPage = 4096, kMiB = 1 << 20;
+// Address space on both sides of an allocation: a wrong 16-bit index is an illegal address, not another's byte.
+constexpr u64 kGap = 16 * kMiB;
 constexpr unsigned char kGuard = 0xa5;
 constexpr size_t kRemembered = 4096;  // freed ranges kept without access
 constexpr u64 kPoisonLimit =
@@ -39,10 +41,10 @@ Result allocate(u64* out, u64 n, Allocation::Kind kind, unsigned flags) {
     if (used[c->device] + charged > settings.memory_bytes)
         return finding(OUT_OF_MEMORY, "device %d: %llu bytes asked, %llu of %llu free", c->device, n,
                        settings.memory_bytes - used[c->device], settings.memory_bytes);
-    const u64 body = up(n, kPage), whole = body + 2 * kPage;
+    const u64 body = up(n, kPage), whole = body + 2 * kGap;
     void* at = mmap(nullptr, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) return finding(OUT_OF_MEMORY, "host refused %llu bytes of address space", whole);
-    const u64 base = (u64)(size_t)at + kPage;
+    const u64 base = (u64)(size_t)at + kGap;
     if (mprotect((void*)(size_t)base, body, PROT_READ | PROT_WRITE)) {
         munmap(at, whole);
         return finding(OUT_OF_MEMORY, "host refused %llu bytes", body);
@@ -94,15 +96,15 @@ void describe_address(u64 address, char* text, size_t text_bytes) {
     if (const Allocation* a = find_in(live, address, 0)) {
         snprintf(text, text_bytes, "byte %llu of live %s allocation %llu", address - a->base, kind_name(*a),
                  a->serial);
-    } else if (const Allocation* a = find_in(live, address, 2 * kPage)) {
-        snprintf(text, text_bytes, "%llu bytes past the end of %s allocation %llu of %llu bytes",
-                 address - a->base - a->size, kind_name(*a), a->serial, a->size);
     } else if (const Allocation* a = find_in(freed, address, 0)) {
         snprintf(text, text_bytes, "use after free: byte %llu of freed %s allocation %llu of %llu bytes",
                  address - a->base, kind_name(*a), a->serial, a->size);
+    } else if (const Allocation* a = find_in(live, address, kGap)) {
+        snprintf(text, text_bytes, "%llu bytes past the end of %s allocation %llu of %llu bytes",
+                 address - a->base - a->size, kind_name(*a), a->serial, a->size);
     } else {
         auto i = live.upper_bound(address);
-        if (i != live.end() && i->second.base - address <= kPage)
+        if (i != live.end() && i->second.base - address <= kGap)
             snprintf(text, text_bytes, "%llu bytes before %s allocation %llu", i->second.base - address,
                      kind_name(i->second), i->second.serial);
         else

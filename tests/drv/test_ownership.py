@@ -19,7 +19,7 @@ from flashnext_drv.drv.memory import (
     fill_bytes,
 )
 from flashnext_drv.drv.stream import Event, Stream
-from flashnext_drv.errors import UsageError
+from flashnext_drv.errors import DriverError, UsageError
 from flashnext_drv.kernels.bind import Kernels
 from flashnext_drv.ledger import Ledger
 from flashnext_drv.lifetime import Owner
@@ -221,3 +221,26 @@ def test_closed_kernels_make_no_launches(ctx: Context) -> None:
     kernels.close()
     with pytest.raises(UsageError, match="Kernels kernels is closed"):
         kernels.launch("stream_add", 1, round=0, streams=0, y=0, inject=0, hidden=128)
+
+
+def test_closed_graphs_and_executables_refuse_every_use(ctx: Context, stream: Stream) -> None:
+    with DeviceArena(ctx, "a", 1 << 16) as arena, Kernels(ctx, ("glue",)) as kernels:
+        launch = Site(arena, stream).launch(kernels)
+        with capture(stream) as cap:
+            launch.run(stream)
+        graph = cap.graph("g")
+        made = graph.instantiate()
+        assert (len(graph.nodes()), graph.edges()) == (1, [])
+        graph.close()
+        for use in (graph.nodes, graph.edges, graph.dot, graph.instantiate):
+            with pytest.raises(UsageError, match="Graph g is closed"):
+                use()
+        with pytest.raises(UsageError, match="Graph g is closed"):
+            made.update(graph)
+        made.close()
+        with pytest.raises(UsageError, match=r"GraphExec g\.exec is closed"):
+            made.upload(stream)
+        with pytest.raises(UsageError, match=r"GraphExec g\.exec is closed"):
+            made.update(graph)
+        with pytest.raises(DriverError, match="cuGraphLaunch"):
+            made.launch(stream)

@@ -136,6 +136,15 @@ def test_kernel_that_runs_off_the_end_of_an_allocation_is_stopped(sim: Any) -> N
     assert "0 bytes past the end of device allocation" in control.last_finding()
 
 
+@pytest.mark.parametrize("index", [65536, 3 << 20])
+def test_kernel_that_writes_far_behind_an_allocation_hits_nobody_elses_bytes(sim: Any, index: int) -> None:
+    x, y = sim.upload(np.zeros(128, np.uint32)), sim.device(4096)
+    others = [sim.device(4096) for _ in range(8)]
+    sim.launch("fault", x=x, y=y, mode=9, index=index)
+    assert sim.sync() == 700 and len(others) == 8
+    assert f"{4 * index - 4096} bytes past the end of device allocation" in control.last_finding()
+
+
 def test_write_to_a_read_only_argument_is_found_when_asked_for(sim: Any) -> None:
     data = np.arange(128, dtype=np.uint32)
     x, y = sim.upload(data), sim.device(512)

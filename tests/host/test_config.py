@@ -210,6 +210,20 @@ def test_senseless_field_is_refused_even_without_strict(field: str, value: objec
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("value", [0, 0.0, 1e30, float("nan"), "1e-6", True])
+def test_a_norm_epsilon_is_a_positive_number(value: object) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_json(changed(rms_norm_eps=value), strict=False)
+    assert caught.value.field == "rms_norm_eps"
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("rms_norm_eps", 9e29), ("hidden_size", 1), ("vocab_size", 2**20)])
+def test_numbers_are_taken_as_they_stand(field: str, value: float) -> None:
+    made = ModelConfig.from_json(changed(**{field: value, "eos_token_id": 0}), strict=False)
+    assert {"rms_norm_eps": made.eps, "hidden_size": made.hidden, "vocab_size": made.vocab}[field] == value
+
+
 @pytest.mark.parametrize(("field", "value"), [
     ("ple_layer_ids", [49]), ("eos_token_id", 248320), ("ple_embed_dim", 2559), ("indexer_budget", 2047)])
 def test_a_contradiction_shows_the_value_that_was_given(field: str, value: object) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flashnext_drv.errors import CheckpointError
 from flashnext_drv.model.linears import Member
 from flashnext_drv.model.pack import Pack
 from flashnext_drv.state.experts import layer_line_bytes, part_bytes
@@ -62,3 +63,9 @@ def test_a_line_is_as_long_as_its_parts(pack: Pack) -> None:
     longest = max(sum(-(-part_bytes(pack, info, part) // 256) * 256 for info in one for part in parts)
                   for one in pack.experts(0))
     assert layer_line_bytes(pack, 0) == longest
+
+
+def test_a_tensor_the_pack_lacks_is_named(pack: Pack) -> None:
+    with pytest.raises(CheckpointError, match="tensor is missing") as caught:
+        pack.tensor("no.such.weight")
+    assert caught.value.tensor == "no.such.weight" and "*.safetensors" in str(caught.value)
