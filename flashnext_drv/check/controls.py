@@ -26,7 +26,7 @@ from .contract import CheckDevice, Operands, Ran, Start, build_operands, inputs_
 from .mates import check_cuts, check_mates, planes
 from .stages import poisoned_otherwise, repeats, written
 
-__all__ = ["Verdict", "build_simulator", "judge"]
+__all__ = ["Verdict", "build_simulator", "judge", "launch_control"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,18 @@ def judge(open_device: Callable[[], CheckDevice], spec: KernelSpec, control: Con
         if found is not None:
             return verdict(found[0], case.name, found[1], red=True)
     return verdict("", "", f"{len(cases)} cases saw nothing", red=False)
+
+
+def launch_control(device: CheckDevice, spec: KernelSpec, control: Control) -> None:
+    """Launch the control once on each of its cases, judging nothing: for a checker that watches the process."""
+    image, digest = _image(device, spec, control)
+    with Module(device.ctx, control_image(spec, control), image, digest) as module:
+
+        def start(grid: tuple[int, int, int], args: dict[str, Any]) -> Launch:
+            return make_launch(module, planted(spec, control), grid, args)
+
+        for case in _cases(spec, control):
+            launch_case(device, spec, build_operands(spec.name, case), start)
 
 
 def _cases(spec: KernelSpec, control: Control) -> Sequence[Case]:
