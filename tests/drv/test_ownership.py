@@ -244,3 +244,14 @@ def test_closed_graphs_and_executables_refuse_every_use(ctx: Context, stream: St
             made.update(graph)
         with pytest.raises(DriverError, match="cuGraphLaunch"):
             made.launch(stream)
+
+
+def test_a_guarded_arena_is_filled_before_it_is_handed_out(ctx: Context, stream: Stream) -> None:
+    """The poison must be there, not on its way: what is written next would be lost under it."""
+    with DeviceArena(ctx, "a", 4096, guard=True) as arena:
+        span, found = arena.span("x", 512), np.empty(512, np.uint8)
+        copy_to_device(stream, span, np.full(512, 7, np.uint8))
+        stream.synchronize()
+        arena.check_guards()
+        copy_to_host(stream, found, span)
+        assert (found == 7).all()

@@ -35,6 +35,17 @@ def test_floats_are_rounded_once() -> None:
             bind._value(SPEC, arg, wrong)  # type: ignore[arg-type]
 
 
+def test_floats_stop_where_f32_does_and_infinity_is_one() -> None:
+    arg = Arg("v", F32, "")
+    largest = float(np.finfo(np.float32).max)
+    for value in (largest, -largest, float("inf"), -float("inf")):
+        assert float(bind._value(SPEC, arg, value)) == value  # type: ignore[arg-type]
+    assert np.isnan(bind._value(SPEC, arg, float("nan")))
+    for value in (bind._F32_LIMIT, -bind._F32_LIMIT, 1e39, 10**400):
+        with pytest.raises(ContractError, match="outside f32"):
+            bind._value(SPEC, arg, value)
+
+
 @pytest.mark.parametrize("grid", [1, (1,), (2, 3), (2**31 - 1, 65535, 65535)])
 def test_grids_are_filled_up_with_ones(grid: int | tuple[int, ...]) -> None:
     given = (grid,) if isinstance(grid, int) else grid
