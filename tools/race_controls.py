@@ -4,7 +4,8 @@
     python build_kernels.py --controls && python tools/race_controls.py
 
 Each control runs in a process of its own; it is red when racecheck reports a hazard.  The kernel itself runs
-the same way and must be clean.  Ends with `RACE n controls: r red, x missed; k kernels clean, d with hazards`.
+the same way and must be clean.  Ends with `RACE n controls: r red, x missed; k kernels clean, d with
+hazards`.
 """
 
 from __future__ import annotations

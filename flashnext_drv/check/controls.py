@@ -88,7 +88,7 @@ def judge(open_device: Callable[[], CheckDevice], spec: KernelSpec, control: Con
 
 
 def launch_control(device: CheckDevice, spec: KernelSpec, control: Control) -> None:
-    """Launch the control once on each of its cases, judging nothing: for a checker that watches the process."""
+    """Launch the control once on each of its cases, judging nothing: for a checker that watches."""
     image, digest = _image(device, spec, control)
     with Module(device.ctx, control_image(spec, control), image, digest) as module:
 
