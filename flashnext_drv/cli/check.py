@@ -24,8 +24,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Final
 
+from ..bench.receipt import write_receipt
 from ..check import controls, log
 from ..drv import api
+from ..drv.context import devices
 from ..errors import FlashNextError, UsageError
 from ..kernels import catalog
 from ..kernels.spec import KernelSpec
@@ -60,6 +62,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         metavar="N",
         help="default: 1 on a GPU, else one a core, at most 4",
     )
+    parser.add_argument("--receipt", metavar="FILE", help="write the verdict with sources, images and device")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
 
@@ -97,21 +100,23 @@ def _checked(args: argparse.Namespace) -> int:
         counts = log.count(records)
         line = log.summary_line(counts)
         _write(sink, {"kind": "end", "summary": line, "seconds": round(time.monotonic() - started, 1)})
+    found = {
+        "device": records[0]["device"],
+        "summary": line,
+        "good": counts.good,
+        "kernels": len(counts.kernels),
+        "failed": counts.failed,
+        "controls": counts.controls,
+        "red": counts.red,
+        "missed": counts.missed,
+        "racecheck": counts.racecheck,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    if args.receipt:
+        api.ensure(args.device)
+        write_receipt(args.receipt, devices()[0], found)
     if args.json:
-        print_json(
-            {
-                "device": records[0]["device"],
-                "summary": line,
-                "good": counts.good,
-                "kernels": len(counts.kernels),
-                "failed": counts.failed,
-                "controls": counts.controls,
-                "red": counts.red,
-                "missed": counts.missed,
-                "racecheck": counts.racecheck,
-                "seconds": round(time.monotonic() - started, 1),
-            }
-        )
+        print_json(found)
     else:
         print("\n".join(_coarser(records)))
         for kernel, reasons in counts.failed.items():
