@@ -30,7 +30,7 @@ __all__ = ["ARCHS", "FAMILIES", "QUALIFIED", "Image", "KernelRecord", "Manifest"
 
 FAMILIES: Final = ("glue", "exl3", "attn", "gdn", "moe", "moe_gemv", "token", "move", "probe")
 # GPU generations for which tests/receipts holds a run of every kernel case; all others open with a warning.
-QUALIFIED: Final[frozenset[str]] = frozenset()
+QUALIFIED: Final[frozenset[str]] = frozenset({"9.0"})
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _MANIFEST_FORMAT: Final = 1
 _INCLUDE: Final = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
