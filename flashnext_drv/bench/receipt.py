@@ -49,7 +49,8 @@ def receipt(facts: DeviceFacts, results: dict[str, Any]) -> dict[str, Any]:
             "cubins": {i.family: i.sha256 for i in built.images if i.arch == arch},
         }
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        # absolute paths by name: where things lay on that machine says nothing
+        "command": shlex.join([Path(word).name if word.startswith("/") else word for word in sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": vars(facts),
         "kernels": kernels,
