@@ -154,7 +154,8 @@ def _cpp_edits(path: str, code: str) -> Iterator[_Edit]:
             yield _Edit("guard", opening, end, "(true)")
     for m in _COMPARE.finditer(code):
         if not _compile_time(code, m.start()):
-            yield _Edit("comparison", m.start(), m.end(), FLIPS[m.group()])
+            new = "+ 1 <" if m.group() == "<" and _unrolled(code, m.start()) else FLIPS[m.group()]
+            yield _Edit("comparison", m.start(), m.end(), new)
     for m in _ONE.finditer(code):
         if not _compile_time(code, m.start()):
             yield _Edit("bound", m.start(), m.end(), f"{m.group()[0]} 0")
@@ -174,6 +175,14 @@ def _conditions(code: str) -> Iterator[tuple[int, int, str]]:
             if not depth:
                 break
         yield m.start(), at + 1, code[m.end() : at]
+
+
+def _unrolled(code: str, at: int) -> bool:
+    """In the head of an unrolled loop, which walks local arrays: one turn more than they have is no program of
+    the language and compilers take it for the same one, so one turn is left out instead."""
+    head = code.rfind("\n", 0, at) + 1
+    above = code[code.rfind("\n", 0, head - 1) + 1 : head].strip() if head else ""
+    return code[head:at].lstrip().startswith("for (") and above == "#pragma unroll"
 
 
 def _compile_time(code: str, at: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from flashnext_drv.drv import faults
+from flashnext_drv.drv import api, faults
 from flashnext_drv.drv.context import Context
 from flashnext_drv.drv.graph import GraphExec, capture
 from flashnext_drv.drv.memory import (
@@ -19,7 +19,7 @@ from flashnext_drv.drv.memory import (
     fill_bytes,
 )
 from flashnext_drv.drv.stream import Event, Stream
-from flashnext_drv.errors import DriverError, UsageError
+from flashnext_drv.errors import CapacityError, DriverError, UsageError
 from flashnext_drv.kernels.bind import Kernels
 from flashnext_drv.ledger import Ledger
 from flashnext_drv.lifetime import Owner
@@ -255,3 +255,21 @@ def test_a_guarded_arena_is_filled_before_it_is_handed_out(ctx: Context, stream:
         arena.check_guards()
         copy_to_host(stream, found, span)
         assert (found == 7).all()
+
+
+def test_the_driver_says_whether_a_stream_is_captured(ctx: Context, stream: Stream) -> None:
+    with ctx.active():
+        assert api.cuStreamIsCapturing(stream.handle) is False
+        with capture(stream) as cap:
+            assert api.cuStreamIsCapturing(stream.handle) is True
+        assert api.cuStreamIsCapturing(stream.handle) is False
+    cap.discard()
+
+
+def test_spans_of_nothing_and_of_all_that_is_left(ctx: Context) -> None:
+    with DeviceArena(ctx, "a", 512) as arena:
+        assert arena.span("nothing", 0).size_bytes == 0
+        assert arena.span("all", 512).size_bytes == arena.used_bytes == 512
+        for size in (1, -1):
+            with pytest.raises(CapacityError, match="arena a has no room for more"):
+                arena.span("more", size)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from flashnext_drv.errors import CheckpointError
 from flashnext_drv.model.config import GDN, QSA, ModelConfig
+from flashnext_drv.model.inventory import mtp_needs
 
 pytestmark = pytest.mark.host
 DATA = Path(__file__).parents[1] / "data"
@@ -232,6 +235,19 @@ def test_a_contradiction_shows_the_value_that_was_given(field: str, value: objec
     assert caught.value.value == value
 
 
+@pytest.mark.parametrize(("mtp", "layers"), [({}, 0), ({"num_hidden_layers": 0}, 0),
+                                             ({"num_hidden_layers": 3}, 3), (5, 0)])
+def test_mtp_layers_are_counted(mtp: object, layers: int) -> None:
+    assert ModelConfig.from_json(changed(mtp=mtp), strict=False).n_mtp_layers == layers
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.0, True, "1", None])
+def test_mtp_layers_that_are_no_count(wrong: object) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_json(changed(mtp={"num_hidden_layers": wrong}), strict=False)
+    assert caught.value.field == "mtp.num_hidden_layers"
+
+
 def test_unknown_layer_type_is_refused() -> None:
     with pytest.raises(CheckpointError) as caught:
         ModelConfig.from_json(changed(layer_types=["mamba"] * 48))
@@ -270,3 +286,19 @@ def test_config_that_is_no_object(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps([1, 2]))
     with pytest.raises(CheckpointError, match="holds no object"):
         ModelConfig.load(tmp_path)
+
+
+def test_a_pipe_in_place_of_the_config_is_refused_without_reading(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    pipe = os.open(tmp_path / "config.json", os.O_RDWR | os.O_NONBLOCK)
+    os.write(pipe, b"{}")
+    end = threading.Timer(2.0, os.close, (pipe,))   # a reader would see the end then, and fail below
+    end.start()
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        ModelConfig.load(tmp_path)
+    end.join()
+
+
+def test_a_model_without_mtp_needs_no_mtp_weights() -> None:
+    assert list(mtp_needs(ModelConfig.from_json(changed(mtp={}), strict=False))) == []
+    assert len(list(mtp_needs(ModelConfig.from_json(real())))) > 10

@@ -84,6 +84,12 @@ def test_limits_hold_at_their_edges(name: str, low: int, high: int) -> None:
             Limits(**{name: value})  # type: ignore[arg-type]
 
 
+def test_limits_not_given() -> None:
+    made = Limits()
+    assert (made.context_tokens, made.sequences, made.device_bytes) == (4096, 1, 0)
+    assert (made.reserve_bytes, made.graph, made.page_order) == (256 * 2**20, True, "forward")
+
+
 def test_prompt_rows_go_up_to_rows_and_16() -> None:
     assert Limits(rows=16, prompt_rows=16).prompt_rows == 16
     with pytest.raises(UsageError, match="prompt_rows"):

@@ -19,6 +19,8 @@ FN_KERNEL((const u32* x, u32 n)) {
     if (blockIdx.x >= n) return;
     for (u32 i = 0; i < n; i++) {
         if (i + 1u < n) x[i] = 1;
+#pragma unroll
+        for (u32 j = 1; j < 4; j++) x[j] = j;
         if (x[i] && i < n) continue;
     }
     static_assert(sizeof(u32) == 4, "no < here");
@@ -56,13 +58,13 @@ def found(mutants: list[Mutant]) -> list[tuple[str, int, str, str]]:
 
 def test_sites_of_a_kernel() -> None:
     assert found(mutate_sites.find_cpp("cuda_src/attn/pages.cuh", KERNEL)) == [
-        ("barrier", 9, "__syncthreads();", ";"), ("barrier", 10, "__syncwarp();", ";"),
-        ("bound", 4, "u32 i = 0", "u32 i = 1"), ("bound", 5, "+ 1", "+ 0"), ("bound", 12, "- 1", "- 0"),
+        ("barrier", 11, "__syncthreads();", ";"), ("barrier", 12, "__syncwarp();", ";"),
+        ("bound", 4, "u32 i = 0", "u32 i = 1"), ("bound", 5, "+ 1", "+ 0"), ("bound", 14, "- 1", "- 0"),
         ("comparison", 3, ">=", ">"), ("comparison", 4, "<", "<="), ("comparison", 5, "<", "<="),
-        ("comparison", 6, "<", "<="),
-        ("constant", 11, "4", "5"),
+        ("comparison", 7, "<", "+ 1 <"), ("comparison", 8, "<", "<="),
+        ("constant", 13, "4", "5"),
         ("guard", 3, "if (blockIdx.x >= n) return;", ";"), ("guard", 5, "(i + 1u < n)", "(true)"),
-        ("guard", 6, "if (x[i] && i < n) continue;", ";")]
+        ("guard", 8, "if (x[i] && i < n) continue;", ";")]
 
 
 def test_sites_of_a_module() -> None:

@@ -473,3 +473,12 @@ def test_file_that_vanished_after_opening(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="file cannot be read") as caught:
         pack.read(f"{NGRAM}.head_bias")
     assert caught.value.file == str(tmp_path / "ngram_embedding.safetensors")
+
+
+@pytest.mark.parametrize(("size", "text"), [
+    (2**63, "expected a list of sizes"), (2**63 - 1, f"takes {2 * (2**63 - 1)} bytes"),
+    (-1, "a list of sizes")])
+def test_axes_end_where_numpy_ends(folder: Path, size: int, text: str) -> None:
+    raw_file(folder / "model.safetensors", {"t": entry(shape=[size])}, bytes(8))
+    with pytest.raises(CheckpointError, match=text):
+        Pack.open(folder)

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from flashnext_drv.errors import CheckpointError
+from flashnext_drv.model import ngram
+from flashnext_drv.model.config import ModelConfig
+from flashnext_drv.model.header import Tensor
 from flashnext_drv.model.linears import Member
 from flashnext_drv.model.pack import Pack
 from flashnext_drv.state.experts import layer_line_bytes, part_bytes
@@ -69,3 +72,16 @@ def test_a_tensor_the_pack_lacks_is_named(pack: Pack) -> None:
     with pytest.raises(CheckpointError, match="tensor is missing") as caught:
         pack.tensor("no.such.weight")
     assert caught.value.tensor == "no.such.weight" and "*.safetensors" in str(caught.value)
+
+
+@pytest.mark.parametrize("bits", range(10))
+def test_ngram_rows_have_one_to_eight_bits_a_value(bits: int) -> None:
+    config = ModelConfig.load(MICRO)
+    assert config.ngram_row_dim == 160
+    tensor = Tensor("t.trellis", MICRO, "I16", (100, 1 + bits * 10), 0, 0)
+    if 1 <= bits <= 8:
+        assert ngram._codec(tensor, config) == (bits, 2 * (1 + bits * 10))
+        return
+    with pytest.raises(CheckpointError, match="impossible width") as caught:
+        ngram._codec(tensor, config)
+    assert caught.value.bits == bits
