@@ -2,7 +2,8 @@
 # Makes .venv if needed, builds the kernels of all architectures (cached), then lint, types, the whole test suite
 # and the kernel contract with its planted controls.
 # Arguments go to pytest, and then nothing else runs: sh tools/test.sh tests/host -k ledger
-. "$(dirname "$0")/venv.sh" "test,build"
+extras=test,build
+. "$(dirname "$0")/venv.sh"
 if [ $# -gt 0 ]; then exec $python -m pytest "$@"; fi
 unset FLASHNEXT_ARCHS
 $python build_kernels.py &&

@@ -1,5 +1,5 @@
 # Sourced by try.sh and test.sh: a virtual environment in .venv with this checkout installed in it.
-# usage: . tools/venv.sh EXTRAS      EXTRAS: comma list of pyproject.toml extras, or empty
+# usage: extras=LIST; . tools/venv.sh      LIST: extras of pyproject.toml, with commas, or empty
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root" || exit 3
 base=${PYTHON:-python3}
@@ -8,7 +8,6 @@ base=${PYTHON:-python3}
 [ -x .venv/bin/python ] || "$base" -m venv .venv || {
     echo "cannot make a virtual environment: install the venv module of $base (Debian: python3-venv)" >&2; exit 3; }
 # A compiler builds the simulator; without one the ziglang wheel does.
-extras=$1
 command -v g++ >/dev/null 2>&1 || command -v clang++ >/dev/null 2>&1 || extras="${extras:+$extras,}sim"
 # Only the images that this machine's GPU runs: all six architectures take minutes (`python build_kernels.py`).
 if [ -z "$FLASHNEXT_ARCHS" ]; then
