@@ -178,7 +178,7 @@ def _conditions(code: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _unrolled(code: str, at: int) -> bool:
-    """In the head of an unrolled loop, which walks local arrays: one turn more than they have is no program of
+    """In the head of an unrolled loop, which walks local arrays: a turn more than they have is no program of
     the language and compilers take it for the same one, so one turn is left out instead."""
     head = code.rfind("\n", 0, at) + 1
     above = code[code.rfind("\n", 0, head - 1) + 1 : head].strip() if head else ""

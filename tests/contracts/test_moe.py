@@ -130,3 +130,11 @@ def plant(x: np.ndarray, fault: str) -> None:
         x.reshape(-1).view(np.uint8)[-1] = 0
     else:
         x.reshape(-1).view(f"u{x.dtype.itemsize}")[0] ^= 1 if fault == "ulp" else 2
+
+
+@pytest.mark.parametrize("hidden", [640, 1152, 2176, 4224])
+def test_segments_follow_the_rule_where_halving_stops_early(
+    device: contract.CheckDevice, hidden: int
+) -> None:
+    """hidden / 128 is odd, so segments end where another halving would leave whole k16 steps."""
+    contract.run_case(device, "moe_act", find("moe_act", "one_row", hidden=hidden))
