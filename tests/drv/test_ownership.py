@@ -273,3 +273,14 @@ def test_spans_of_nothing_and_of_all_that_is_left(ctx: Context) -> None:
         for size in (1, -1):
             with pytest.raises(CapacityError, match="arena a has no room for more"):
                 arena.span("more", size)
+
+
+def test_a_launch_of_a_closed_module_is_refused_by_name(ctx: Context, stream: Stream) -> None:
+    with DeviceArena(ctx, "a", 1 << 16) as arena:
+        kernels = Kernels(ctx, ("glue",))
+        launch = Site(arena, stream).launch(kernels)
+        launch.run(stream)
+        stream.synchronize()
+        kernels.close()
+        with pytest.raises(UsageError, match=r"Module kernels\.glue is closed"):
+            launch.run(stream)
