@@ -296,7 +296,8 @@ def test_a_pipe_in_place_of_the_config_is_refused_without_reading(tmp_path: Path
     end.start()
     with pytest.raises(CheckpointError, match="not a regular file"):
         ModelConfig.load(tmp_path)
-    end.join()
+    end.cancel()
+    os.close(pipe)
 
 
 def test_a_model_without_mtp_needs_no_mtp_weights() -> None:
