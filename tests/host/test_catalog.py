@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import re
 from pathlib import Path
 
@@ -146,3 +147,13 @@ def test_an_image_that_is_not_the_manifests_is_refused(tmp_path: Path) -> None:
 def test_an_argument_of_no_kind_or_odd_rights_is_refused(kind: str, rights: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Arg("v", kind, "", rights)
+
+
+@pytest.mark.parametrize("spec", [s for s in catalog.specs() if s.reference], ids=lambda s: s.name)
+def test_reference_of_a_declaration_exists(spec: KernelSpec) -> None:
+    """"<module>.<name>[.<name>]" below flashnext_drv.ref, or a module or name below flashnext_drv.check."""
+    words = spec.reference.split(".")
+    below, words = ("check", words[1:]) if words[0] == "check" else ("ref", words)
+    found = importlib.import_module(f"flashnext_drv.{below}.{words[0]}")
+    for word in words[1:]:
+        found = getattr(found, word)
