@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,7 +98,9 @@ def test_a_leak_of_files_memory_or_ledger_is_a_failure(tmp_path: Path) -> None:
         held.append(open(tmp_path / "x", "rb"))     # noqa: SIM115
 
     def memory(rng: random.Random, bench: Bench) -> None:
-        held.append(bytearray(b"x") * (1 << 18))
+        pages = mmap.mmap(-1, 1 << 18)      # not the heap, which may hold freed memory to grow into
+        pages.write(b"x" * (1 << 18))
+        held.append(pages)
 
     def ledger(rng: random.Random, bench: Bench) -> None:
         bench.ledgers.append(Ledger())
