@@ -334,7 +334,8 @@ LINEAR_FINISH: Final = (
     _one("last_output", "tail", _OUT, "if (n + i < linear.n) out[i]", "if (n + i + 1u < linear.n) out[i]"),
 )
 
-MOE_GEMV_GU: Final = (
+# Of both expert products, which share gemv_slot.cuh and the dot of exl3.cuh.
+_SLOT_DOT: Final = (
     _dot(
         "k_falling",
         "order",
@@ -390,6 +391,10 @@ MOE_GEMV_GU: Final = (
         "segments",
     ),
     _dot("rows_mixed", "layout", _SLOT, "part[8] = d[0][0][2];", "part[8] = d[0][0][0];", "one_row"),
+)
+
+MOE_GEMV_GU: Final = (
+    *_SLOT_DOT,
     _dot(
         "first_slot",
         "stale",
@@ -409,61 +414,7 @@ MOE_GEMV_GU: Final = (
 )
 
 MOE_GEMV_DOWN: Final = (
-    _dot(
-        "k_falling",
-        "order",
-        _EXL3,
-        "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);",
-        "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[depth - 1u - i], x[depth - 1u - i], d);",
-        "segments",
-        "one_row",
-    ),
-    _dot("last_step", "tail", _EXL3, "k1 = k0 + size;", "k1 = k0 + size - 16u;", "segments", "one_row"),
-    _dot(
-        "sum_f16",
-        "rounding",
-        _EXL3,
-        "                fn_mma_f16(d[tile][r], a, b);",
-        "                fn_mma_f16(d[tile][r], a, b);\n"
-        "                for (int i = 0; i < 4; i++) d[tile][r][i] = fn_h2f(fn_f2h(d[tile][r][i]));",
-        "segments",
-        "one_row",
-    ),
-    _dot(
-        "codebook_split",
-        "contraction",
-        _EXL3,
-        "return fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0xC931C931u);",
-        "return fn_hadd2(fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0x80008000u), 0xC931C931u);",
-        "segments",
-        "one_row",
-    ),
-    _dot(
-        "from_one",
-        "scale",
-        _EXL3,
-        "for (int i = 0; i < 8; i++) d[i >> 2][r][i & 3] = 0.f;",
-        "for (int i = 0; i < 8; i++) d[i >> 2][r][i & 3] = 0x1p-20f;",
-        "segments",
-        "one_row",
-    ),
-    _dot(
-        "other_segments",
-        "order",
-        _EXL3,
-        "leaf >= 512u * s) s *= 2u;",
-        "leaf >= 1024u * s) s *= 2u;",
-        "segments",
-    ),
-    _dot(
-        "last_unit",
-        "leaf",
-        _SLOT,
-        "if (unit >= units) return;",
-        "if (unit + 1u >= units) return;",
-        "segments",
-    ),
-    _dot("rows_mixed", "layout", _SLOT, "part[8] = d[0][0][2];", "part[8] = d[0][0][0];", "one_row"),
+    *_SLOT_DOT,
     _dot(
         "first_slot",
         "stale",

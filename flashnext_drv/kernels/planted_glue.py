@@ -112,7 +112,8 @@ SITE_MID: Final = (
     _one("last_output", "tail", _MID, "(has_inject ? rank + 4u : rank);", "(has_inject ? rank + 3u : rank);"),
 )
 
-SITE_UP_N8: Final = (
+# Of both forms of site_up, one source.
+_SITE_UP: Final = (
     Control(
         "barrier",
         "barrier",
@@ -165,58 +166,9 @@ SITE_UP_N8: Final = (
     _one("gate_f16", "rounding", _UP, "g = fn_sigmoid(g);", "g = fn_h2f(fn_f2h(fn_sigmoid(g)));"),
 )
 
-SITE_UP_N16: Final = (
-    Control(
-        "barrier",
-        "barrier",
-        (
-            Edit(_UP, "    __syncthreads();\n    for (u32 row = half;", "    for (u32 row = half;"),
-            Edit(
-                _UP,
-                "    for (u32 segment = 0; segment < segments; segment++) {\n        float d",
-                "    if (stream == 3u) fn_delay();\n"
-                "    for (u32 segment = 0; segment < segments; segment++) {\n"
-                "        float d",
-            ),
-        ),
-    ),
-    Control(
-        "warp_barrier",
-        "barrier",
-        (Edit(_UP, "        __syncwarp();\n", ""),),
-        racecheck="lanes of a warp run together: nothing holds one of them back",
-    ),
-    _one(
-        "second_segment_alone",
-        "leaf",
-        _UP,
-        "sum = segment ? fn_add(sum, d[r][i]) : d[r][i];",
-        "sum = d[r][i];",
-    ),
-    _one(
-        "mix_split",
-        "contraction",
-        _UP,
-        "sum = fn_fma(shared.g[k][row][i_channel], shared.n[k][row][i_channel], sum);",
-        "sum = fn_add(fn_mul(shared.g[k][row][i_channel], shared.n[k][row][i_channel]), sum);",
-    ),
-    _one(
-        "no_mean",
-        "scale",
-        _UP,
-        "m[(u64)row * hidden + c] = fn_mul(sum, 0.25f);",
-        "m[(u64)row * hidden + c] = sum;",
-    ),
-    _one(
-        "padding_row",
-        "stale",
-        _UP,
-        "for (u32 row = half; row < n_rows; row += 2) {",
-        "for (u32 row = half; row <= n_rows; row += 2) {",
-    ),
-    _one("no_low_half", "leaf", _UP, "fn_mma_bf16(d[r], w, lo);", ";", "bf16"),
-    _one("gate_f16", "rounding", _UP, "g = fn_sigmoid(g);", "g = fn_h2f(fn_f2h(fn_sigmoid(g)));"),
-)
+SITE_UP_N8: Final = _SITE_UP
+
+SITE_UP_N16: Final = _SITE_UP
 
 STREAM_ADD: Final = (
     _one("split", "contraction", _ADD, "fn_fma(p.y, v, b)", "fn_add(fn_mul(p.y, v), b)"),
