@@ -90,7 +90,8 @@ LINEAR_INPUT: Final = (
     _one("first_linear", "index", _IN, "linears[blockIdx.y];", "linears[0];", "blocks", "mixed"),
 )
 
-LINEAR_GEMV_N8: Final = (
+# Of both forms of linear_gemv, one source.
+_LINEAR_DOT: Final = (
     _dot(
         "k_falling",
         "order",
@@ -177,92 +178,9 @@ LINEAR_GEMV_N8: Final = (
     ),
 )
 
-LINEAR_GEMV_N16: Final = (
-    _dot(
-        "k_falling",
-        "order",
-        _EXL3,
-        "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);",
-        "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[depth - 1u - i], x[depth - 1u - i], d);",
-        "leaves2",
-        "segments2",
-    ),
-    _dot("last_step", "tail", _EXL3, "k1 = k0 + size;", "k1 = k0 + size - 16u;", "leaves2", "segments2"),
-    _dot(
-        "sum_f16",
-        "rounding",
-        _EXL3,
-        "                fn_mma_f16(d[tile][r], a, b);",
-        "                fn_mma_f16(d[tile][r], a, b);\n"
-        "                for (int i = 0; i < 4; i++) d[tile][r][i] = fn_h2f(fn_f2h(d[tile][r][i]));",
-        "leaves2",
-        "segments2",
-    ),
-    _dot(
-        "codebook_split",
-        "contraction",
-        _EXL3,
-        "return fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0xC931C931u);",
-        "return fn_hadd2(fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0x80008000u), 0xC931C931u);",
-        "leaves2",
-        "segments2",
-    ),
-    _dot(
-        "from_one",
-        "scale",
-        _EXL3,
-        "for (int i = 0; i < 8; i++) d[i >> 2][r][i & 3] = 0.f;",
-        "for (int i = 0; i < 8; i++) d[i >> 2][r][i & 3] = 0x1p-20f;",
-        "leaves2",
-        "segments2",
-    ),
-    _dot(
-        "bf16_low_first",
-        "order",
-        _EXL3,
-        "                fn_mma_bf16(d[tile][r], a, hi);\n                fn_mma_bf16(d[tile][r], a, lo);",
-        "                fn_mma_bf16(d[tile][r], a, lo);\n                fn_mma_bf16(d[tile][r], a, hi);",
-        "bf16_512x1",
-        "bf16_512x4",
-        "bf16_512x48",
-    ),
-    _dot("bf16_no_low", "leaf", _EXL3, "                fn_mma_bf16(d[tile][r], a, lo);\n", "", "bf16_512x1"),
-    _dot("rest_lost", "leaf", _EXL3, "while (n_rest--) {", "while (n_rest-- > 1u) {", "f16_80x1"),
-    _dot(
-        "next_row",
-        "stale",
-        _GEMV,
-        "rows.at[r] += (u64)row * linear.x_stride;",
-        "rows.at[r] += (u64)(row + 1u) * linear.x_stride;",
-        "leaves2",
-        "leaves4",
-    ),
-    _dot(
-        "padding_row",
-        "stale",
-        _GEMV,
-        "if (row < n_rows && output < n)",
-        "if (row <= n_rows && output < n)",
-        "leaves2",
-        "leaves4",
-    ),
-    _dot(
-        "last_output",
-        "tail",
-        _GEMV,
-        "if (row < n_rows && output < n)",
-        "if (row < n_rows && output + 1u < n)",
-        "leaves2",
-    ),
-    _dot(
-        "other_linear",
-        "index",
-        _GEMV,
-        "if (linears[i].first_warp <= warp) j = i;",
-        "if (linears[i].first_warp < warp) j = i;",
-        "one_step",
-    ),
-)
+LINEAR_GEMV_N8: Final = _LINEAR_DOT
+
+LINEAR_GEMV_N16: Final = _LINEAR_DOT
 
 LINEAR_FINISH: Final = (
     _one(
