@@ -5,6 +5,8 @@
 //   fn_unit_range(k, units, unit, k0, k1)           the k range of one unit
 //   fn_frag_pos(k)                                  where element k of an operand row lies (fragment order)
 //   fn_store_frag4(row, k, v)                       4 neighbouring f16 operand elements into fragment order
+//   fn_tile_at(k_blocks, row, k)                    where an element of a tile image lies, in halves
+//   fn_store_tile4(x, k_blocks, row, k, v)          4 neighbouring operand elements into a tile image
 //   fn_load_h4(p, v)                                4 neighbouring f16 as f32
 //   fn_sum_units(part, leaves, segments, stride)    order part_sum_v1 of one output; fn_sum_units4: of 4
 //   fn_exl3_rotate_in(v, suh)                     W x * suh, Hadamard
@@ -102,6 +104,19 @@ FN_DEVICE void fn_store_frag4(u16* row, u32 k, const float (&v)[4]) {
     at[2] = fn_pack_h2(v[2], v[3]);
 }
 
+// Tile image: images of 64 rows x 64 k, 8 KiB each, k blocks of a row tile one after another; natural k order, the
+// eight 16-byte chunks of a row's 64 k exchanged by xor with the row: what wgmma reads with 128-byte swizzle.
+FN_DEVICE u64 fn_tile_at(u32 k_blocks, u32 row, u32 k) {
+    u64 image = (u64)(row >> 6) * k_blocks + (k >> 6);
+    return image * 4096u + (row & 63u) * 64u + ((((k >> 3) & 7u) ^ (row & 7u)) << 3) + (k & 7u);
+}
+
+// Elements k .. k + 3 (k % 4 == 0) of row `row` of the tile image at x.
+FN_DEVICE void fn_store_tile4(u16* x, u32 k_blocks, u32 row, u32 k, const float (&v)[4]) {
+    *reinterpret_cast<uint2*>(x + fn_tile_at(k_blocks, row, k)) =
+        make_uint2(fn_pack_h2(v[0], v[1]), fn_pack_h2(v[2], v[3]));
+}
+
 FN_DEVICE void fn_load_h4(const u16* p, float (&v)[4]) {
     uint2 h = fn_ldg(reinterpret_cast<const uint2*>(p));
     v[0] = fn_h2f((u16)h.x), v[1] = fn_h2f((u16)(h.x >> 16));
@@ -132,7 +147,13 @@ FN_DEVICE bool fn_is_exl3(const FnWeight& w) { return (w.format & 255u) == FN_FO
 FN_DEVICE void fn_linear_store_input(float (&v)[4], const FnLinear& linear, u32 row, u32 block) {
     u32 k = 128u * block + 4u * (threadIdx.x & 31u);
     if (fn_is_exl3(linear.w)) fn_exl3_rotate_in(v, reinterpret_cast<const u16*>(linear.w.suh) + 128u * block);
-    if (k < linear.k) fn_store_frag4(reinterpret_cast<u16*>(linear.x) + (u64)row * linear.x_stride, k, v);
+    if (k >= linear.k) return;
+    u16* x = reinterpret_cast<u16*>(linear.x);
+    if (linear.tiled) {
+        fn_store_tile4(x, (linear.k + 63u) / 64u, row, k, v);
+    } else {
+        fn_store_frag4(x + (u64)row * linear.x_stride, k, v);
+    }
 }
 
 // v: finished outputs 128 block + 4 lane .. + 3; zero beyond n.

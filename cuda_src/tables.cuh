@@ -29,13 +29,16 @@ struct FnPage { u64 kv, index; };
 struct FnWeight { u64 data, suh, svh; u32 format, pad; };
 
 // One linear of a launch.  data: trellis tiles [K/16][N/16], or f16/bf16 in fragment order [ceil(N/16)][K/16][256].
-//   x     f16 [rows_cap][K], the mma operand: fragment order inside each group of 16 (see ARITHMETIC.md)
+//   x     f16, the mma operand.  tiled 0: [rows_cap][x_stride], fragment order inside each group of 16 (see
+//         ARITHMETIC.md);  tiled 1: a tile image (fn_tile_at), natural order
 //   part  f32 [leaves * segments][rows_cap][N], sums of the K units;  out  f32 [rows_cap][N]
+//   first_warp, n_warps  this linear's warps in a launch of linear_gemv; in a launch of deep_linear (tiled) its
+//         first tile of 128 outputs and their number
 struct FnLinear {
   FnWeight w;
   u64 x, part, out, bias;
   u32 k, n, leaves, segments;
-  u32 first_warp, n_warps, x_stride, pad;
+  u32 first_warp, n_warps, x_stride, tiled;
 };
 
 // One expert of one layer (entry E of the table is the shared expert): its three projections and its width.
@@ -43,6 +46,9 @@ struct FnLine { FnWeight gate, up, down; u32 width, source; u64 pad; };
 
 // The expert a row's slot goes to, and its routing weight.  Slots are in rising expert id; slot k is the shared one.
 struct FnRoute { u32 expert; float weight; };
+
+// Up to 128 (row, slot) pairs of one expert: sorted positions first .. first + n_rows - 1, first a multiple of 64.
+struct FnTile { u32 expert, first, n_rows, pad; };
 
 #define FN_FORMAT_EXL3 0u
 #define FN_FORMAT_F16 1u
@@ -52,3 +58,4 @@ struct FnRoute { u32 expert; float weight; };
 static_assert(sizeof(FnRound) == 16 && sizeof(FnRow) == 32 && sizeof(FnRun) == 16, "row tables");
 static_assert(sizeof(FnSlot) == 48 && sizeof(FnPage) == 16 && sizeof(FnWeight) == 32, "slot, page, weight");
 static_assert(sizeof(FnLinear) == 96 && sizeof(FnLine) == 112 && sizeof(FnRoute) == 8, "linear, line, route");
+static_assert(sizeof(FnTile) == 16, "tile");

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 __all__ = ["CODEBOOKS", "FORMAT_BF16", "FORMAT_EXL3", "FORMAT_F16", "LINE", "LINEAR", "PAGE", "PAGE_TOKENS",
-           "ROUND", "ROUTE", "ROW", "RUN", "SLOT", "WEIGHT", "exl3_format"]
+           "ROUND", "ROUTE", "ROW", "RUN", "SLOT", "TILE", "WEIGHT", "exl3_format"]
 
 PAGE_TOKENS: Final = 64
 FORMAT_EXL3: Final = 0
@@ -29,10 +29,11 @@ PAGE: Final = np.dtype([("kv", "<u8"), ("index", "<u8")])
 WEIGHT: Final = np.dtype([("data", "<u8"), ("suh", "<u8"), ("svh", "<u8"), ("format", "<u4"), ("pad", "<u4")])
 LINEAR: Final = np.dtype([("w", WEIGHT), ("x", "<u8"), ("part", "<u8"), ("out", "<u8"), ("bias", "<u8"),
                           ("k", "<u4"), ("n", "<u4"), ("leaves", "<u4"), ("segments", "<u4"),
-                          ("first_warp", "<u4"), ("n_warps", "<u4"), ("x_stride", "<u4"), ("pad", "<u4")])
+                          ("first_warp", "<u4"), ("n_warps", "<u4"), ("x_stride", "<u4"), ("tiled", "<u4")])
 LINE: Final = np.dtype([("gate", WEIGHT), ("up", WEIGHT), ("down", WEIGHT),
                         ("width", "<u4"), ("source", "<u4"), ("pad", "<u8")])
 ROUTE: Final = np.dtype([("expert", "<u4"), ("weight", "<f4")])
+TILE: Final = np.dtype([("expert", "<u4"), ("first", "<u4"), ("n_rows", "<u4"), ("pad", "<u4")])
 
 
 def exl3_format(bits: float, codebook: str) -> int:
