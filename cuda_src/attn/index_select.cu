@@ -1,8 +1,8 @@
 // index_select: the `budget` blocks that a row attends to.
-// Contract    score f32 [rows_cap][max_blocks] -> sel u32 [rows_cap][budget], the best blocks of the (position+1)/4
+// Contract    score f32 [grid rows][max_blocks] -> sel u32 [rows_cap][budget], the best blocks of the (position+1)/4
 //             complete ones, rising ids, written only when there are more of them than `budget`; flag u32 [rows_cap],
 //             always written: 1 when a score is NaN (then NaNs count as the best), else 0.
-// Launch      grid (rows_cap), block 512, shared 41 KB.
+// Launch      grid (rows), block 512, shared 41 KB.  Block i is row first_row + i, its scores lie at row i.
 // Arithmetic  order index_pick_v1: score descending, NaN above all, -0 equal to +0, equal scores by rising id.
 //             Integers only.  A score becomes a key that is smaller for a better score; the last chosen key is found
 //             digit by digit (11, 11, 10 bits) from histograms.  Of more than 2048 blocks first only candidates are
@@ -207,17 +207,17 @@ static_assert(FN_DIGITS == 4u * FN_THREADS && FN_CANDIDATES == 4u * FN_THREADS &
               "a thread owns four digits, groups and words");
 
 FN_KERNEL((const FnRound* round, const FnRow* rows, const float* score, u32* sel, u32* flag, u32 max_blocks,
-           u32 budget)) {
+           u32 budget, u32 first_row)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(Shared, s);
-    u32 r = blockIdx.x, tid = threadIdx.x;
+    u32 r = first_row + blockIdx.x, tid = threadIdx.x;
     if (r >= round->n_rows) return;
     u32 n = fn_blocks_seen(rows[r].position);
     if (n <= budget) {
         if (tid == 0u) flag[r] = 0u;
         return;
     }
-    const float* x = score + (size_t)r * max_blocks;
+    const float* x = score + (size_t)blockIdx.x * max_blocks;
     u32* out = sel + (size_t)r * budget;
     if (tid == 0u) s.any_nan = s.n_candidates = 0u;
     __syncthreads();

@@ -4,8 +4,9 @@
 //             4 * (position / 4)) -> q16 f16 [rows_cap][n_q][256], iq16 f16 [rows_cap][4][128], and into the pages of
 //             the row's sequence: K, V, the raw index key, and the pooled key of a block that the row completes.
 //             Pages are written by plain stores and may lie in mapped host memory.  Rows >= n_rows: nothing.
-// Launch      grid (ceil((n_q + 2 n_kv + 5) / 4), rows_cap), block 128, a warp per head; the last warp of row y walks
-//             the rows of run y in order for the index keys, for a pooled key needs the three raw keys before it.
+// Launch      grid (ceil((n_q + 2 n_kv + 5) / 4), rows_cap), block 128, a warp per head.  The warp of the index key
+//             pools the block that its row completes: of the three keys before, those of the row's run are rounded
+//             again from idx (another warp stores them), those of earlier launches are read from the page.
 // Arithmetic  norms rms_head_v1, rotation, one rounding to f16 (order qsa_prep_v1); pooled: raw keys as stored (f16),
 //             ((k0 + k1) + (k2 + k3)) * 0.25, norm, rotation at the block's first token, one rounding (index_pool_v1).
 // Equality    independent of how tokens are cut into runs and rounds.  NaN and Inf reach the outputs.
@@ -72,26 +73,32 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnRow* rows, const FnS
         finish(x, iq_norm, angles, rope_dim, eps, iq16 + ((size_t)r * FN_INDEX_HEADS + head) * FN_INDEX_HEAD, lane);
         return;
     }
-    if (head > FN_INDEX_HEADS || r >= round->n_runs) return;
+    if (head > FN_INDEX_HEADS) return;
 
-    // Index keys of run r.  A lane reads back only what it wrote itself, or what an earlier launch wrote.
-    FnRun run = runs[r];
-    const FnPage* pages = fn_pages(slots, run.slot);
-    for (u32 i = 0; i < run.n_rows; i++) {
-        u32 position = run.first_position + i;
-        size_t row = run.first_row + i;
-        float x[4];
-        load(x, idx + (row * (FN_INDEX_HEADS + 1u) + FN_INDEX_HEADS) * FN_INDEX_HEAD, lane);
-        store(x, reinterpret_cast<u16*>(fn_raw_at(pages, index_offset, position)), lane);
-        if (position % FN_BLOCK_TOKENS != FN_BLOCK_TOKENS - 1u) continue;
-        const u16* raw = reinterpret_cast<const u16*>(fn_raw_at(pages, index_offset, position - 3u)) + lane;
+    FnRow row = rows[r];
+    const FnPage* pages = fn_pages(slots, row.slot);
+    const float* own = idx + ((size_t)r * (FN_INDEX_HEADS + 1u) + FN_INDEX_HEADS) * FN_INDEX_HEAD;
+    float x[4];
+    load(x, own, lane);
+    store(x, reinterpret_cast<u16*>(fn_raw_at(pages, index_offset, row.position)), lane);
+    if (row.position % FN_BLOCK_TOKENS != FN_BLOCK_TOKENS - 1u) return;
+    u32 in_run = r - runs[row.run].first_row;  // rows of this launch before this one
+    const u16* stored = reinterpret_cast<const u16*>(fn_raw_at(pages, index_offset, row.position - 3u)) + lane;
+    float key[3][4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            float k0 = fn_h2f(raw[32 * j]), k1 = fn_h2f(raw[32 * j + 128]);
-            float k2 = fn_h2f(raw[32 * j + 256]), k3 = fn_h2f(raw[32 * j + 384]);
-            x[j] = fn_mul(fn_add(fn_add(k0, k1), fn_add(k2, k3)), 0.25f);
-        }
-        u64 pooled = fn_pooled_at(pages, index_offset, position / FN_BLOCK_TOKENS);
-        finish(x, ik_norm, rope_block + row * 64u, rope_dim, eps, reinterpret_cast<u16*>(pooled), lane);
+    for (u32 i = 0; i < 3; i++) {
+        u32 back = 3u - i;
+        const float* before = own - back * (FN_INDEX_HEADS + 1u) * FN_INDEX_HEAD;
+#pragma unroll
+        for (u32 j = 0; j < 4; j++)
+            key[i][j] = fn_h2f(back <= in_run ? fn_f2h(fn_ldg(before + lane + 32u * j))
+                                              : stored[i * FN_INDEX_HEAD + 32u * j]);
     }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float k0 = key[0][j], k1 = key[1][j], k2 = key[2][j], k3 = fn_h2f(fn_f2h(x[j]));
+        x[j] = fn_mul(fn_add(fn_add(k0, k1), fn_add(k2, k3)), 0.25f);
+    }
+    u64 pooled = fn_pooled_at(pages, index_offset, row.position / FN_BLOCK_TOKENS);
+    finish(x, ik_norm, rope_block + (size_t)r * 64u, rope_dim, eps, reinterpret_cast<u16*>(pooled), lane);
 }

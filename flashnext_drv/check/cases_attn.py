@@ -35,7 +35,7 @@ from .operands import (
     within_f16,
 )
 
-__all__ = ["build", "check_part", "chosen_blocks", "mma_bound"]
+__all__ = ["build", "check_part", "chosen_blocks", "mma_bound", "window_of"]
 
 Arrays = dict[str, NDArray[Any]]
 F64Array = NDArray[np.float64]
@@ -273,11 +273,12 @@ def _index_select(case: Case, seed: int) -> Operands:
     budget, rows = case.int("budget"), parse_rows(case)
     pages = Pages(Case(case.name, {**case.dims, "pages": "shared"}), seed, 1)      # for its tables alone
     max_blocks = max(blocks_seen(p) for _, p in rows) + 3
-    score = poisoned_rows(pages.rows_cap, max_blocks)
+    window, first = window_of(case, pages.rows_cap)
+    score = poisoned_rows(window, max_blocks)
     for r, (sequence, position) in enumerate(rows):
-        if blocks_seen(position) > budget:
-            score[r, :blocks_seen(position)] = _scores(case, seed, f"score/{sequence}/{position}",
-            blocks_seen(position))
+        if blocks_seen(position) > budget and 0 <= r - first < window:
+            score[r - first, :blocks_seen(position)] = _scores(case, seed, f"score/{sequence}/{position}",
+                                                               blocks_seen(position))
     tables, _ = pages.tables()
     arrays = {"round": tables["round"], "rows": tables["rows"], "score": score,
               "sel": poisoned_rows(pages.rows_cap, budget, dtype=np.uint32),
@@ -286,22 +287,32 @@ def _index_select(case: Case, seed: int) -> Operands:
     def expect(got: Arrays) -> None:
         for r, (_, position) in enumerate(rows):
             seen = blocks_seen(position)
+            if not 0 <= r - first < window:
+                untouched(f"sel of row {r}", got["sel"][r])
+                untouched(f"flag of row {r}", got["flag"][r:r + 1])
+                continue
             if seen <= budget:
                 untouched(f"sel of row {r}", got["sel"][r])
                 assert got["flag"][r] == 0, f"flag of row {r}: {got['flag'][r]}, wanted 0"
                 continue
-            want = chosen_blocks(score[r, :seen], budget)
-            if not np.isnan(score[r, :seen]).any():
-                assert (want == choose_blocks(score[r, :seen].astype(np.float64), budget).blocks).all()
+            seen_scores = score[r - first, :seen]
+            want = chosen_blocks(seen_scores, budget)
+            if not np.isnan(seen_scores).any():
+                assert (want == choose_blocks(seen_scores.astype(np.float64), budget).blocks).all()
             wrong = np.flatnonzero(got["sel"][r] != want)
             assert not wrong.size, f"sel of row {r}: {got['sel'][r][wrong[:4]]}, wanted {want[wrong[:4]]}"
-            nan = int(np.isnan(score[r, :seen]).any())
+            nan = int(np.isnan(seen_scores).any())
             assert got["flag"][r] == nan, f"flag of row {r}: {got['flag'][r]}, wanted {nan}"
         untouched("sel", got["sel"][len(rows):])
         untouched("flag", got["flag"][len(rows):])
 
-    scalars: dict[str, int | float] = {"max_blocks": max_blocks, "budget": budget}
-    return Operands(arrays, scalars, (pages.rows_cap, 1, 1), [], ("sel", "flag"), expect)
+    scalars: dict[str, int | float] = {"max_blocks": max_blocks, "budget": budget, "first_row": first}
+    return Operands(arrays, scalars, (window, 1, 1), [], ("sel", "flag"), expect)
+
+
+def window_of(case: Case, rows_cap: int) -> tuple[int, int]:
+    """Rows of score, and the row of the launch that the first of them belongs to: all rows, or a window."""
+    return int(case.dims.get("window", rows_cap)), int(case.dims.get("first_row", 0))
 
 
 # ---- qsa_attn

@@ -35,8 +35,11 @@ class Selection:
 
 
 def units(spec: KernelSpec, given: Operands) -> int:
-    """How many runs, or rows, a launch holds; 0 for a kernel without rows."""
-    if not spec.rows or "round" not in given.arrays:
+    """How many runs, or rows, a launch holds.
+
+    0 for a kernel without rows, and for a launch on a window of the rows: its arrays begin with other rows.
+    """
+    if not spec.rows or "round" not in given.arrays or given.scalars.get("first_row"):
         return 0
     return int(given.arrays["round"]["n_runs" if _by_run(spec) else "n_rows"][0])
 

@@ -30,6 +30,7 @@ _INDEX_OFFSET: Final = Arg("index_offset", U64,
 _N_Q: Final = Arg("n_q", U32, "query heads; n_q / n_kv is 1..16")
 _N_KV: Final = Arg("n_kv", U32, "key and value heads")
 _BUDGET: Final = Arg("budget", U32, "blocks of 4 tokens a row may choose")
+_FIRST_ROW: Final = Arg("first_row", U32, "the row that row 0 of score belongs to")
 _MAX_BLOCKS: Final = Arg("max_blocks", U32, "stride of score: at least the blocks any row sees")
 _MAX_PARTS: Final = Arg("max_parts", U32, "stride of the parts: at least ceil(attended / 64) of any row")
 
@@ -78,6 +79,7 @@ QSA_PREP: Final = KernelSpec(
            _case("over_a_page", _span(61, 67)),
            _case("window_across_blocks", _span(126, 132), pages="reversed"),
            _case("several_sequences", "0:5,0:6,0:7,1:63,2:0,2:1,3:131", pages="permuted"),
+           _case("runs_of_a_prompt", ",".join((_span(2, 9), _span(58, 68, 2), _span(0, 4, 1)))),
            _case("decode_sixteen", _each(*range(50, 66))), _case("grouped_12", _each(7, 64), n_q=24),
            _case("one_kv_head", _span(2, 4), n_q=16, n_kv=1), _case("no_groups", _span(6, 8), n_q=2),
            _case("far", _span(262140, 262143), pages="shared"),
@@ -112,9 +114,9 @@ INDEX_SCORE: Final = KernelSpec(
 
 INDEX_SELECT: Final = KernelSpec(
     name="index_select", source="attn/index_select.cu", order="index_pick_v1",
-    args=(_ROUND, _ROWS, Arg("score", PTR, "(rows_cap, max_blocks) f32", "r"),
+    args=(_ROUND, _ROWS, Arg("score", PTR, "(grid rows, max_blocks) f32", "r"),
           Arg("sel", PTR, "(rows_cap, budget) u32, rising block ids, only beyond the budget", "w"),
-          Arg("flag", PTR, "(rows_cap) u32: 1 when a score is NaN", "w"), _MAX_BLOCKS, _BUDGET),
+          Arg("flag", PTR, "(rows_cap) u32: 1 when a score is NaN", "w"), _MAX_BLOCKS, _BUDGET, _FIRST_ROW),
     grid="rows_cap", block=512, shared_bytes=41104,
     limits=limits_of("index_select"),
     reference="attn.choose_blocks", bound="Exact.", rows=dict.fromkeys(("rows", "score", "sel", "flag"), 0),
@@ -124,6 +126,8 @@ INDEX_SELECT: Final = KernelSpec(
     cases=(_case("within_budget", _each(0, 3, 31, 34)), _case("one_beyond", _each(35)),
            _case("edges", _each(31, 35, 36, 38, 63, 67, 71)), _case("run", _span(62, 68)),
            _case("sixteen", _each(*range(100, 116))),
+           _case("window", _each(100, 50, 203, 34, 77, 120), first_row=2, window=3),
+           _case("last_window", _each(100, 50, 203, 77, 120), first_row=3, window=3),
            _case("budget_16", _each(63, 66, 67, 130, 200), budget=16),
            _case("real_budget", _each(2047, 2049, 2050, 2051, 2060), budget=512),
            _case("zeros_at_the_cut", _each(100, 203, 2100), special="relu"),

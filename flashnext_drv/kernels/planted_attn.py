@@ -67,7 +67,7 @@ QSA_PREP: Final = (
         "y[lane + 32u * i] = fn_f2h(fn_u2f(fn_f2u(v[i]) + 1u));",
         "midpoints",
     ),
-    _one("rope_of_the_row", "index", _PREP, "rope_block + row * 64u", "rope + row * 64u"),
+    _one("rope_of_the_row", "index", _PREP, "rope_block + (size_t)r * 64u", "rope + (size_t)r * 64u"),
     _one(
         "block_of_three",
         "tail",
@@ -80,8 +80,24 @@ QSA_PREP: Final = (
         "old_keys",
         "stale",
         _PREP,
-        "fn_raw_at(pages, index_offset, position - 3u)",
-        "fn_raw_at(pages, index_offset, position)",
+        "fn_raw_at(pages, index_offset, row.position - 3u)",
+        "fn_raw_at(pages, index_offset, row.position)",
+    ),
+    _one(
+        "key_of_another_run",
+        "index",
+        _PREP,
+        "fn_h2f(back <= in_run ?",
+        "fn_h2f(back <= in_run + 1u ?",
+        "decode_sixteen",
+    ),
+    _one(
+        "block_in_one_run",
+        "tail",
+        _PREP,
+        "u32 in_run = r - runs[row.run].first_row;",
+        "u32 in_run = fn_min_u32(r, 3u);",
+        "several_sequences",
     ),
 )
 
@@ -164,6 +180,7 @@ INDEX_SELECT: Final = (
             ),
         ),
     ),
+    _one("scores_of_the_row", "index", _SELECT, "score + (size_t)blockIdx.x", "score + (size_t)r", "window"),
     _one("digits_mixed", "index", _SELECT, "pass == 1u ? 10u : 0u, last", "pass == 1u ? 11u : 0u, last"),
     _one(
         "candidates_short",

@@ -284,6 +284,7 @@ def _qsa(layout: Layout, i_layer: int) -> Iterator[Step]:
             "flag": "flag",
             "max_blocks": layout.max_blocks,
             "budget": layout.budget,
+            "first_row": 0,
         },
         group,
     )
