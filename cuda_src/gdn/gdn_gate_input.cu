@@ -1,6 +1,6 @@
 // gdn_gate_input: norm and gate of the DeltaNet output, then the operand row of the output projection.
 // Contract    o, z (rows_cap, n_v 128) f32, norm_w (128) f32 -> linear.x (rows_cap, x_stride) f16 in fragment
-//             order, rotated for EXL3.  linear.k == n_v 128.  gate: 0 sigmoid, 1 silu.  Rows >= round.n_rows
+//             order, or a tile image where linear.tiled says so; rotated for EXL3.  linear.k == n_v 128.  gate: 0 sigmoid, 1 silu.  Rows >= round.n_rows
 //             are not touched.
 // Launch      grid (ceil(n_v / 4), rows_cap), block 128: one warp a head, which is one block of 128 inputs.
 // Arithmetic  order gdn_gate_v1: lane l holds elements 4l .. 4l+3; sum = fma(o, o, acc) from +0 over its
@@ -15,7 +15,7 @@ FN_KERNEL((const FnRound* round, const float* o, const float* z, const float* no
            u32 gate, u32 n_v, float eps)) {
     u32 row = blockIdx.y, head = 4u * blockIdx.x + (threadIdx.x >> 5), lane = threadIdx.x & 31u;
     // The operand's place and scales are asked for with the inputs, not behind the norm.
-    u32 n_rows = fn_ld(&round->n_rows), stride = linear->x_stride;
+    u32 n_rows = fn_ld(&round->n_rows), stride = linear->x_stride, tiled = linear->tiled;
     u16* to = reinterpret_cast<u16*>(linear->x);
     const u16* suh = reinterpret_cast<const u16*>(linear->w.suh);
     bool exl3 = fn_is_exl3(linear->w);
@@ -39,5 +39,10 @@ FN_KERNEL((const FnRound* round, const float* o, const float* z, const float* no
         for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], scale[i]);
         fn_hadamard128(v);
     }
-    fn_store_frag4(to + (u64)row * stride, 128u * head + 4u * lane, v);
+    u32 k = 128u * head + 4u * lane;
+    if (tiled) {
+        fn_store_tile4(to, 2u * n_v, row, k, v);
+    } else {
+        fn_store_frag4(to + (u64)row * stride, k, v);
+    }
 }

@@ -1,11 +1,13 @@
 // site_norm: adds the last sublayer's output to the streams and normalises each stream for the next site.
 // Contract    streams (rows_cap, 4 hidden) f32 rw, y (rows_cap, hidden) f32, inject (rows_cap, 4) f32, w (4
-//             hidden) f32 -> n16 (rows_cap, 4 hidden) f16 in fragment order, rinv (rows_cap, 4) f32; with add
-//             != 0 the streams are updated in place, else they are left alone and y and inject are not read.
-//             hidden % 16 == 0. Rows >= round.n_rows are not touched.
-// Launch      grid (4 streams, rows_cap), block 256, shared RmsShared.  One stream of one row per block.
+//             hidden) f32 -> n16 (rows_cap, 4 hidden) f16 in fragment order, or with tiled != 0 as a tile
+//             image (fn_tile_at) of 4 hidden / 64 k blocks, rinv (rows_cap, 4) f32; with add != 0 the streams
+//             are updated in place, else they are left alone and y and inject are not read.  hidden % 16 ==
+//             0. Rows >= round.n_rows are not touched.
+// Launch      grid (4 streams, rows_cap), block 256, shared RmsShared.  One stream of one row per block; any
+//             number of rows.  Sixteen lanes fill a line of 128 bytes of the tile image.
 // Arithmetic  s = fma(inject_j, y, s);  rinv_j = order rms_row_v1 over the stream;  n = (s * rinv) * (1 + w);
-//             n16 = f16(n).  rms_row.cuh has the order.
+//             n16 = f16(n), the same in both forms.  rms_row.cuh has the order.
 // Equality    a row's bytes do not depend on other rows.  NaN and Inf reach rinv and n16 of their stream
 //             only.
 // Reference   ref/glue.py rms_norm.  Source: model.md sections 2 and 3, config rms_norm_eps.
@@ -21,15 +23,26 @@ FN_DEVICE float4 added(float4 s, float4 y, float p) {
 }
 
 FN_DEVICE float normed(float s, float w, float rinv) { return fn_mul(fn_mul(s, rinv), fn_add(1.f, w)); }
-FN_DEVICE void store(u16* row, u32 i, float4 s, float4 w, float rinv) {
+
+// Where the block's n16 go: element 0 of the stream, of a row or of a tile image.
+struct Target {
+    u16* at;
+    u32 tiled, row, first, k_blocks;  // first: k of the stream's element 0 in the image
+};
+
+FN_DEVICE void store(const Target& to, u32 i, float4 s, float4 w, float rinv) {
     float a = normed(s.x, w.x, rinv), b = normed(s.y, w.y, rinv);
     float v[4] = {a, b, normed(s.z, w.z, rinv), normed(s.w, w.w, rinv)};
-    fn_store_frag4(row, 4u * i, v);
+    if (to.tiled) {
+        fn_store_tile4(to.at, to.k_blocks, to.row, to.first + 4u * i, v);
+    } else {
+        fn_store_frag4(to.at, 4u * i, v);
+    }
 }
 }  // namespace FN_NAMESPACE
 
 FN_KERNEL((const FnRound* round, float* streams, const float* y, const float* inject, u32 add, const float* w,
-           u16* n16, float* rinv, u32 hidden, float eps)) {
+           u16* n16, float* rinv, u32 hidden, float eps, u32 tiled)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(FnRmsShared, shared);
     u32 stream = blockIdx.x, row = blockIdx.y, quads = hidden >> 2, t = threadIdx.x;
@@ -71,13 +84,14 @@ FN_KERNEL((const FnRound* round, float* streams, const float* y, const float* in
         acc = fn_square4(v, acc);
     }
 
+    Target to{n16 + (tiled ? 0u : base), tiled, row, stream * hidden, hidden >> 4};
     float r = fn_rms_scale(shared, acc, hidden, eps);
     if (t == 0) rinv[row * 4u + stream] = r;
 #pragma unroll
     for (u32 c = 0; c < KEEP; c++) {
         u32 i = t + 256u * c;
-        if (i < quads) store(n16 + base, i, s[c], wk[c], r);
+        if (i < quads) store(to, i, s[c], wk[c], r);
     }
     for (u32 i = t + 256u * KEEP; i < quads; i += 256u)
-        store(n16 + base, i, fn_ld(s4 + i), fn_ldg(w4 + i), r);
+        store(to, i, fn_ld(s4 + i), fn_ldg(w4 + i), r);
 }

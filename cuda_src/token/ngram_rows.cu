@@ -1,7 +1,8 @@
 // ngram_rows: hashes each row's last three tokens and decodes the n-gram table rows they name.
 // Contract    rows[r].token, prev1, prev2 (eos where the sequence has none); table (sum of sizes, words) u16
 //             with words = 1 + row_dim * bits / 16, or bf16 (.., row_dim) when bits is 0 -> emb (rows_cap,
-//             n_heads * row_dim) f16 in fragment order.  bits 0..8; row_dim % 16 == 0, 16 <= row_dim <= 1024;
+//             n_heads * row_dim) f16 in fragment order, or with tiled != 0 as a tile image (fn_tile_at) of
+//             ceil(n_heads * row_dim / 64) k blocks.  bits 0..8; row_dim % 16 == 0, 16 <= row_dim <= 1024;
 //             n_heads even: the first half hashes two tokens, the second three.  head_bias (n_heads, row_dim)
 //             f16 or null.  The table is aligned to 2 bytes only and may lie in mapped host memory.  Rows >=
 //             n_rows are not written.
@@ -11,8 +12,7 @@
 //             rounding to f16; plain rows: f16(f32(bf16) + f32(bias)).
 // Equality    exact; a row's bytes depend on the three tokens alone.
 // Reference   ref/exl3.py.  Source: the pack's layer_multipliers, head_vocab_sizes, head_offsets, head_bias.
-#include "prelude.cuh"
-#include "tables.cuh"
+#include "exl3.cuh"
 
 namespace FN_NAMESPACE {
 
@@ -56,7 +56,7 @@ FN_DEVICE u64 table_row(const FnRow& row, u32 head, const i64* offsets, const i6
 
 FN_KERNEL((const FnRound* round, const FnRow* rows, const u16* table, u32 bits, const u16* head_bias,
            const i64* head_offsets, const i64* head_sizes, const i64* multipliers, u32 eos, u32 n_heads,
-           u32 row_dim, u16* emb)) {
+           u32 row_dim, u16* emb, u32 tiled)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(NgramShared, s);
     u32 r = blockIdx.y, head = blockIdx.x;
@@ -71,11 +71,12 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const u16* table, u32 bits, 
             s.word[w] = w + 1u < n_words ? fn_ldg(source + 1 + w) : (u16)0;
         __syncthreads();
     }
-    u16* out = emb + ((u64)r * n_heads + head) * row_dim;
+    u32 width = n_heads * row_dim, k_blocks = (width + 63u) >> 6;
     for (u32 i = threadIdx.x; i < row_dim; i += FN_THREADS) {
         float v = bits ? fn_mul(mul1_value(state(s, i, bits, row_dim)), scale) : fn_b2f(fn_ldg(source + i));
         if (head_bias) v = fn_add(v, fn_h2f(fn_ldg(head_bias + (u64)head * row_dim + i)));
-        u32 k = i & 15u;
-        out[(i & ~15u) + 4u * (k >> 1 & 3u) + 2u * (k >> 3) + (k & 1u)] = fn_f2h(v);
+        u32 k = head * row_dim + i;
+        u64 at = tiled ? fn_tile_at(k_blocks, r, k) : (u64)r * width + fn_frag_pos(k);
+        emb[at] = fn_f2h(v);
     }
 }

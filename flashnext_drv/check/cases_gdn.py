@@ -22,6 +22,7 @@ from .operands import (
     F32_ULP,
     field_at,
     from_fragment,
+    from_tiles,
     linear_table,
     midpoints,
     near,
@@ -33,6 +34,7 @@ from .operands import (
     run_table,
     sigmoid64,
     signed,
+    to_tiles,
     untouched,
     within_f16,
 )
@@ -287,6 +289,8 @@ def _gdn_gate_input(case: Case, seed: int) -> Operands:
         1,
     )
     linear["w"]["format"] = exl3_format(4, "mul1") if exl3 else FORMAT_F16
+    tiled = linear["tiled"] = int(case.dims.get("tiled", 0))
+    x = poisoned_rows(cap, width, dtype=np.float16)
     o_in, z_in = rows_of(o, order, cap), rows_of(z, order, cap)
 
     def expect(got: Arrays) -> None:
@@ -299,8 +303,9 @@ def _gdn_gate_input(case: Case, seed: int) -> Operands:
                 want, before = rotated(value * suh.astype(np.float64), 21 * F32_ULP)
             else:
                 want, before = value, np.nan_to_num(np.abs(value), posinf=0.0) * 20 * F32_ULP
-        within_f16("x", from_fragment(got["x"][:n]), want, before)
-        untouched("x", got["x"][n:])
+        rows = from_tiles(got["x"]) if tiled else from_fragment(got["x"])
+        within_f16("x", rows[:n], want, before)
+        untouched("x", rows[n:])
 
     return Operands(
         arrays={
@@ -309,7 +314,7 @@ def _gdn_gate_input(case: Case, seed: int) -> Operands:
             "z": z_in,
             "norm_w": norm_w,
             "linear": linear,
-            "x": poisoned_rows(cap, width, dtype=np.float16),
+            "x": to_tiles(x) if tiled else x,
             "suh": suh,
         },
         scalars={"gate": gate, "n_v": n_v, "eps": EPS},

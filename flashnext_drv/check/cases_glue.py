@@ -22,6 +22,8 @@ from .operands import (
     F32_ULP,
     field_at,
     from_fragment,
+    from_tiles,
+    is_tiles,
     linear_table,
     near,
     plain_tiles,
@@ -33,6 +35,7 @@ from .operands import (
     sigmoid64,
     signed,
     to_fragment,
+    to_tiles,
     untouched,
     within_f16,
 )
@@ -70,10 +73,11 @@ def _site_norm(case: Case, seed: int) -> Operands:
             scaled = wide * rinv[..., None] * (1.0 + w.reshape(4, hidden).astype(np.float64))
         near("rinv", got["rinv"][:n], rinv, np.abs(rinv) * 2.0**-20)
         same_bits("rinv", got["rinv"][:n], rms_row_v1(added, EPS))
-        n16 = from_fragment(got["n16"][:n]).reshape(n, 4, hidden)
+        n16 = _live(got["n16"], n, 4 * hidden).reshape(n, 4, hidden)
         within_f16("n16", n16, scaled, np.abs(scaled) * (2.0**-20 + 4 * F32_ULP))
-        for key in ("streams", "rinv", "n16"):
+        for key in ("streams", "rinv"):
             untouched(key, got[key][n:])
+        _rest_untouched("n16", got["n16"], n, 4 * hidden)
 
     return Operands(
         arrays={
@@ -82,15 +86,33 @@ def _site_norm(case: Case, seed: int) -> Operands:
             "y": y_in,
             "inject": p_in,
             "w": w,
-            "n16": poisoned_rows(cap, 4 * hidden, dtype=np.float16),
+            "n16": _operand(case, cap, 4 * hidden),
             "rinv": poisoned_rows(cap, 4),
         },
-        scalars={"add": add, "hidden": hidden, "eps": EPS},
+        scalars={"add": add, "hidden": hidden, "eps": EPS, "tiled": int(case.dims.get("tiled", 0))},
         grid=(4, cap, 1),
         relocations=[],
         outputs=("streams", "n16", "rinv"),
         expect=expect,
     )
+
+
+def _operand(case: Case, cap: int, k: int) -> NDArray[Any]:
+    """Poison where a kernel puts f16 operand rows: (cap, k), or the tile image of as many rows."""
+    empty = poisoned_rows(cap, k, dtype=np.float16)
+    return to_tiles(empty) if case.dims.get("tiled") else empty
+
+
+def _live(x: NDArray[Any], n: int, k: int) -> NDArray[Any]:
+    """(n, k) in natural order of rows in fragment order or of a tile image."""
+    return from_tiles(x)[:n, :k] if is_tiles(x) else from_fragment(x[:n])
+
+
+def _rest_untouched(name: str, x: NDArray[Any], n: int, k: int) -> None:
+    """Rows >= n, and in a tile image inputs >= k, are poison."""
+    rows = from_tiles(x) if is_tiles(x) else x
+    untouched(name, rows[n:])
+    untouched(name, rows[:, k:])
 
 
 def rms_row_v1(x: NDArray[Any], eps: float) -> NDArray[np.float32]:
@@ -142,13 +164,15 @@ def _stream_add(case: Case, seed: int) -> Operands:
 def _site_mid(case: Case, seed: int) -> Operands:
     rank, width, order = case.int("rank"), 4 * case.int("hidden"), row_order(case)
     n, cap, has_inject = len(order), case.int("rows_cap"), case.int("has_inject")
-    linears = linear_table(2)
+    linears, finished = linear_table(2), bool(case.dims.get("out"))
     parts: Arrays = {}
     for i, (key, outputs) in enumerate((("part_down", rank), ("part_inject", 4))):
         segments = dot_segments(width, outputs, 1)
         values = signed(seed, key, (N_ROWS, segments, outputs), 4.0)
         if case.dims.get("special") == "nonfinite":
             values[1, -1, 1], values[2, 0, 0], values[2, 0, 2] = np.nan, np.inf, -np.inf
+        if finished:        # a launch that leaves sums, not units: the number of segments says nothing here
+            values = values[:, -1:]
         parts[key] = np.ascontiguousarray(rows_of(values, order, cap).transpose(1, 0, 2))
         linears[i]["k"], linears[i]["n"] = width, outputs
         linears[i]["leaves"], linears[i]["segments"] = 1, segments
@@ -157,26 +181,27 @@ def _site_mid(case: Case, seed: int) -> Operands:
         del parts["part_inject"]
         linears = linears[:1]
     relocations = [
-        ("linears", field_at(LINEAR, "part") + i * LINEAR.itemsize, key, 0) for i, key in enumerate(parts)
+        ("linears", field_at(LINEAR, "out" if finished else "part") + i * LINEAR.itemsize, key, 0)
+        for i, key in enumerate(parts)
     ]
 
     def expect(got: Arrays) -> None:
-        u = from_fragment(got["u"][:n])
+        u = _live(got["u"], n, rank)
         _check_mid("u", u, parts["part_down"][:, :n], silu=True)
         if has_inject:
             _check_mid("inject", got["inject"][:n], parts["part_inject"][:, :n], silu=False)
         untouched("inject", got["inject"][n if has_inject else 0 :])
-        untouched("u", got["u"][n:])
+        _rest_untouched("u", got["u"], n, rank)
 
     return Operands(
         arrays={
             "round": round_table(n, cap),
             "linears": linears,
-            "u": poisoned_rows(cap, rank, dtype=np.float16),
+            "u": _operand(case, cap, rank),
             "inject": poisoned_rows(cap, 4),
             **parts,
         },
-        scalars={"has_inject": has_inject},
+        scalars={"has_inject": has_inject, "tiled": int(case.dims.get("tiled", 0))},
         grid=(cap, 1, 1),
         relocations=relocations,
         outputs=("u", "inject"),

@@ -24,11 +24,13 @@ from .draw_model import Sampling
 from .operands import (
     F32_ULP,
     from_fragment,
+    from_tiles,
     near,
     round_table,
     run_table,
     same_bits,
     signed,
+    to_tiles,
     untouched,
     within_f16,
 )
@@ -179,19 +181,23 @@ def _ngram_rows(case: Case, seed: int) -> Operands:
             for j in range(3):
                 ids[j, i] = _EOS if i >> j & 1 else 100 + 10 * i + j
     rows = _rows(n, cap, token=ids[0], prev1=ids[1], prev2=ids[2])
-    has_bias = bool(case.int("bias"))
+    has_bias, tiled = bool(case.int("bias")), int(case.dims.get("tiled", 0))
 
     def expect(out: Arrays) -> None:
-        got = from_fragment(out["emb"][:n]).reshape(n, heads, dim)
+        rows16 = from_tiles(out["emb"]) if tiled else out["emb"]
+        got = (rows16[:n, :heads * dim] if tiled else from_fragment(rows16[:n])).reshape(n, heads, dim)
         for r in range(n):
             at = hash_rows(int(ids[0, r]), int(ids[1, r]), int(ids[2, r]), _EOS, sizes, offsets, _MULTIPLIERS)
             same_bits(f"emb row {r}", got[r], decode_ngram_rows(table[at], dim, bias if has_bias else None))
-        untouched("emb", out["emb"][n:])
+        untouched("emb", rows16[n:])
+        untouched("emb", rows16[:, heads * dim:])
 
+    emb = poison((cap, heads * dim), np.dtype(np.float16))
     arrays: Arrays = {"round": round_table(n, cap), "rows": rows, "table": table, "head_offsets": offsets,
                       "head_sizes": sizes, "multipliers": np.array(_MULTIPLIERS, np.int64),
-                      "emb": poison((cap, heads * dim), np.dtype(np.float16))}
-    scalars: dict[str, int | float] = {"bits": width, "eos": _EOS, "n_heads": heads, "row_dim": dim}
+                      "emb": to_tiles(emb) if tiled else emb}
+    scalars: dict[str, int | float] = {"bits": width, "eos": _EOS, "n_heads": heads, "row_dim": dim,
+                                       "tiled": tiled}
     if has_bias:
         arrays["head_bias"] = bias
     else:

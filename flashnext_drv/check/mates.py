@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ..kernels.spec import KernelSpec
 from ..kernels.tables import RUN
 from .contract import Arrays, CheckDevice, Operands, Ran, Start, launch_case, poison
+from .operands import from_tiles, is_tiles, to_tiles
 
 __all__ = ["Selection", "check_cuts", "check_mates", "longest_run", "planes", "select", "units"]
 
@@ -170,16 +171,17 @@ def _same_rows(
                 wrong = _raw(ran.found[output]) != _raw(whole.found[output])
                 assert not wrong.any(), f"{output}, {name}: {int(wrong.sum())} elements differ"
             continue
-        live = np.take(ran.found[output], range(n), axis)
-        rest = np.take(ran.found[output], range(n, ran.found[output].shape[axis]), axis)
-        wanted = np.take(whole.found[output], part.order, axis)
+        found, sent, first = (_natural(x[output]) for x in (ran.found, ran.sent, whole.found))
+        live = np.take(found, range(n), axis)
+        rest = np.take(found, range(n, found.shape[axis]), axis)
+        wanted = np.take(first, part.order, axis)
         for got, want in zip(planes(live), planes(wanted), strict=True):
             differ = got != want
             assert not differ.any(), (
                 f"{output}, {name}: {int(differ.sum())} of {got.size} elements differ from "
                 f"the whole launch, first at {tuple(int(i) for i in np.argwhere(differ)[0])}"
             )
-        kept = np.take(ran.sent[output], range(n, ran.sent[output].shape[axis]), axis)
+        kept = np.take(sent, range(n, sent.shape[axis]), axis)
         assert rest.tobytes() == kept.tobytes(), f"{output}, {name}: padding rows were written"
 
 
@@ -215,12 +217,20 @@ def _grid_of_rows(spec: KernelSpec) -> tuple[bool, bool, bool]:
 def _taken(
     array: NDArray[Any], axis: int, order: Sequence[int], old_cap: int, cap: int, name: str
 ) -> NDArray[Any]:
+    if is_tiles(array):
+        rows = _taken(from_tiles(array)[:old_cap], axis, order, old_cap, cap, name)
+        return to_tiles(rows)
     assert array.shape[axis] == old_cap, (
         f"array {name} has {array.shape} and no {old_cap} rows on axis {axis}"
     )
     out = poison((*array.shape[:axis], cap, *array.shape[axis + 1 :]), array.dtype)
     out[(slice(None),) * axis + (slice(0, len(order)),)] = np.take(array, list(order), axis)
     return out
+
+
+def _natural(array: NDArray[Any]) -> NDArray[Any]:
+    """A tile image by rows, anything else as it is."""
+    return from_tiles(array) if is_tiles(array) else array
 
 
 def _raw(array: NDArray[Any]) -> NDArray[Any]:

@@ -24,6 +24,8 @@ __all__ = [
     "bytes_of",
     "field_at",
     "from_fragment",
+    "from_tiles",
+    "is_tiles",
     "linear_table",
     "midpoints",
     "near",
@@ -39,6 +41,7 @@ __all__ = [
     "sigmoid64",
     "signed",
     "to_fragment",
+    "to_tiles",
     "untouched",
     "within_f16",
 ]
@@ -77,6 +80,35 @@ def to_fragment(x: NDArray[Any]) -> NDArray[Any]:
 def from_fragment(x: NDArray[Any]) -> NDArray[Any]:
     """The inverse of to_fragment."""
     return np.ascontiguousarray(x.reshape(*x.shape[:-1], -1, 16)[..., np.argsort(FRAGMENT)].reshape(x.shape))
+
+
+def to_tiles(x: NDArray[Any]) -> NDArray[Any]:
+    """(rows, K) 16-bit values in natural order -> the tile image (ceil(rows/64), ceil(K/64), 64, 64); what
+    fills it up is poison."""
+    rows, k = x.shape
+    full = poison((-(-rows // 64) * 64, -(-k // 64) * 64), x.dtype)
+    full[:rows, :k] = x
+    chunks = full.reshape(-1, 64, full.shape[1] // 64, 8, 8)
+    return np.ascontiguousarray(_swizzled(chunks).transpose(0, 2, 1, 3, 4).reshape(len(chunks), -1, 64, 64))
+
+
+def from_tiles(image: NDArray[Any]) -> NDArray[Any]:
+    """The inverse of to_tiles: (images, k blocks, 64, 64) -> (64 images, 64 k blocks)."""
+    n, k_blocks = image.shape[:2]
+    chunks = image.reshape(n, k_blocks, 64, 8, 8).transpose(0, 2, 1, 3, 4)
+    return np.ascontiguousarray(_swizzled(chunks).reshape(64 * n, 64 * k_blocks))
+
+
+def is_tiles(x: NDArray[Any]) -> bool:
+    """Whether an array has the shape of a tile image."""
+    return x.ndim == 4 and x.shape[2:] == (64, 64) and x.dtype.itemsize == 2
+
+
+def _swizzled(chunks: NDArray[Any]) -> NDArray[Any]:
+    """(images, 64 rows, k blocks, 8 chunks, 8): chunk j of row r exchanged with chunk j ^ (r & 7)."""
+    row, j = np.arange(64)[:, None], np.arange(8)[None, :]
+    index = np.broadcast_to((j ^ row & 7)[None, :, None, :, None], chunks.shape)
+    return np.take_along_axis(chunks, index, axis=3)
 
 
 def plain_tiles(w: NDArray[Any]) -> NDArray[Any]:

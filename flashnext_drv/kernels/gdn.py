@@ -148,6 +148,9 @@ GDN_GATE_INPUT: Final = KernelSpec(
         _case("all_rows", n_v=3, rows=16, gate=1, dtype="f16"),
         _case("real_heads", n_v=48, rows=2, gate=0, dtype="exl3"),
         _case("nonfinite", n_v=3, rows=3, gate=0, dtype="exl3", special="nonfinite"),
+        _case("tiled", n_v=3, rows=11, gate=0, dtype="exl3", tiled=1),
+        _case("tiled_two_images", n_v=2, rows_cap=80, gate=1, dtype="f16", tiled=1,
+              order=",".join(str(5 * i % 16) for i in range(70))),
     ),
 )
 

@@ -19,7 +19,11 @@ __all__ = ["KERNELS", "SITE_MID", "SITE_NORM", "SITE_UP_N8", "SITE_UP_N16", "STR
 _ROUND: Final = Arg("round", PTR, "FnRound", "r")
 _HIDDEN: Final = Arg("hidden", U32, "channels of a stream, multiple of 128")
 _Y: Final = Arg("y", PTR, "(rows_cap, hidden) f32, the sublayer's output", "r")
+_TILED: Final = Arg("tiled", U32, "1: the f16 output is a tile image (fn_tile_at); 0: rows in fragment order")
 _INJECT: Final = Arg("inject", PTR, "(rows_cap, 4) f32", "r")
+
+
+_SPREAD: Final = ",".join(str(5 * i % 16) for i in range(70))  # 70 rows of the 16 that a case generates
 
 
 def _case(name: str, **dims: int | str) -> Case:
@@ -34,6 +38,9 @@ _NORM_CASES: Final = (
     _case("seven_rows_128", hidden=128, add=1, rows=7),
     _case("beyond_registers", hidden=3328, add=1, rows=2),
     _case("nonfinite", hidden=256, add=1, rows=3, special="nonfinite"),
+    _case("tiled", hidden=272, add=1, rows=11, tiled=1),
+    _case("tiled_two_images", hidden=64, add=0, rows=16, rows_cap=80, order=_SPREAD, tiled=1),
+    _case("tiled_wide", hidden=3328, add=1, rows=2, tiled=1),
 )
 
 SITE_NORM: Final = KernelSpec(
@@ -47,10 +54,11 @@ SITE_NORM: Final = KernelSpec(
         _INJECT,
         Arg("add", U32, "1: streams += inject y first; 0: y and inject are not read"),
         Arg("w", PTR, "(4 hidden) f32, norm weight (1 + w is applied)", "r"),
-        Arg("n16", PTR, "(rows_cap, 4 hidden) f16, fragment order", "w"),
+        Arg("n16", PTR, "(rows_cap, 4 hidden) f16, fragment order, or a tile image", "w"),
         Arg("rinv", PTR, "(rows_cap, 4) f32, 1/rms of each stream", "w"),
         _HIDDEN,
         Arg("eps", F32, "1e-7..1e-4"),
+        _TILED,
     ),
     grid="4, rows_cap",
     block=256,
@@ -77,6 +85,9 @@ _MID_CASES: Final = (
     _case("all_rows", rank=48, hidden=256, has_inject=1, rows=16),
     _case("wide_rank", rank=416, hidden=128, has_inject=1, rows=7),
     _case("nonfinite", rank=32, hidden=256, has_inject=1, rows=3, special="nonfinite"),
+    _case("tiled_out", rank=320, hidden=2560, has_inject=1, rows=11, tiled=1, out=1),
+    _case("tiled_parts", rank=48, hidden=256, has_inject=1, rows=16, rows_cap=80, order=_SPREAD, tiled=1),
+    _case("out_no_inject", rank=416, hidden=128, has_inject=0, rows=3, out=1),
 )
 
 SITE_MID: Final = KernelSpec(
@@ -87,8 +98,9 @@ SITE_MID: Final = KernelSpec(
         _ROUND,
         Arg("linears", PTR, "FnLinear[2]: down (n = R), inject (n = 4; only with has_inject)", "r"),
         Arg("has_inject", U32, "0 or 1"),
-        Arg("u", PTR, "(rows_cap, R) f16, fragment order", "w"),
+        Arg("u", PTR, "(rows_cap, R) f16, fragment order, or a tile image", "w"),
         Arg("inject", PTR, "(rows_cap, 4) f32", "w"),
+        _TILED,
     ),
     grid="rows_cap",
     block=384,

@@ -115,7 +115,11 @@ GDN_GATE_INPUT: Final = (
     ),
     _one("other_gate", "index", _GATE, "fn_gate(a[i], gate != 0)", "fn_gate(a[i], gate == 0)"),
     _one(
-        "other_place", "layout", _GATE, "128u * head + 4u * lane, v);", "128u * head + 4u * (lane ^ 1u), v);"
+        "other_place",
+        "layout",
+        _GATE,
+        "u32 k = 128u * head + 4u * lane;",
+        "u32 k = 128u * head + 4u * (lane ^ 1u);",
     ),
     _one(
         "padding_row",
@@ -130,6 +134,14 @@ GDN_GATE_INPUT: Final = (
         _GATE,
         "for (int i = 0; i < 4; i++) sum = fn_fma",
         "for (int i = 0; i < 3; i++) sum = fn_fma",
+    ),
+    _one(
+        "other_image",
+        "layout",
+        _GATE,
+        "fn_store_tile4(to, 2u * n_v, row",
+        "fn_store_tile4(to, 2u, row",
+        "tiled_two_images",
     ),
     _one("last_head", "tail", _GATE, "|| head >= n_v) return;", "|| head + 1u >= n_v) return;"),
 )

@@ -75,6 +75,7 @@ SITE_NORM: Final = (
         "return make_float4(fn_fma(p, y.x, s.x),",
         "return make_float4(fn_add(fn_mul(p, y.x), s.x),",
     ),
+    _one("other_chunk", "layout", _NORM, "to.row, to.first + 4u * i, v);", "0u, to.first + 4u * i, v);"),
     _one(
         "padding_row",
         "stale",
@@ -107,7 +108,21 @@ SITE_MID: Final = (
     ),
     _one("no_quarter", "scale", _MID, "cap * n), 0.25f);", "cap * n), 1.f);"),
     _one("rounded_twice", "rounding", _MID, "= fn_f2h(gate);", "= fn_f2h(fn_b2f(fn_f2b(gate)));"),
-    _one("natural_order", "layout", _MID, "u[row * rank + fn_frag_pos(i)]", "u[row * rank + i]"),
+    _one("natural_order", "layout", _MID, "row * rank + fn_frag_pos(i);", "row * rank + i;"),
+    _one(
+        "other_image",
+        "layout",
+        _MID,
+        "fn_tile_at((rank + 63u) >> 6, row, i)",
+        "fn_tile_at(rank >> 6, row, i)",
+    ),
+    _one(
+        "no_sum",
+        "leaf",
+        _MID,
+        "low_part = low_out, low_segments = 1u;",
+        "low_part = low_out, low_segments = 0u;",
+    ),
     _one("padding_row", "stale", _MID, "if (row >= n_rows) return;", "if (row > n_rows) return;"),
     _one("last_output", "tail", _MID, "(has_inject ? rank + 4u : rank);", "(has_inject ? rank + 3u : rank);"),
 )

@@ -109,9 +109,17 @@ NGRAM_ROWS: Final = (
         "ties_away",
         "tie",
         _NGRAM,
-        "+ 2u * (k >> 3) + (k & 1u)] = fn_f2h(v);",
-        "+ 2u * (k >> 3) + (k & 1u)] = fn_f2h(fn_u2f(fn_f2u(v) + 1u));",
+        "emb[at] = fn_f2h(v);",
+        "emb[at] = fn_f2h(fn_u2f(fn_f2u(v) + 1u));",
         "midpoints",
+    ),
+    _one(
+        "other_image",
+        "layout",
+        _NGRAM,
+        "fn_tile_at(k_blocks, r, k)",
+        "fn_tile_at(k_blocks, r & ~1u, k)",
+        "tiled_bits4",
     ),
 )
 

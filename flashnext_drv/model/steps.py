@@ -111,14 +111,28 @@ def _site(layout: Layout, name: str, add: bool, inject: bool = True) -> Iterator
     yield Step(
         "site_norm",
         (c.n_streams, "rows"),
-        {**_add(layout), "add": int(add), "w": weights, "n16": "n16", "rinv": "rinv", "eps": c.eps},
+        {
+            **_add(layout),
+            "add": int(add),
+            "w": weights,
+            "n16": "n16",
+            "rinv": "rinv",
+            "eps": c.eps,
+            "tiled": 0,
+        },
         name,
     )
     yield from _gemv(layout, f"{name}.down")
     yield Step(
         "site_mid",
         ("rows",),
-        {"linears": f"{name}.down.linears", "has_inject": int(inject), "u": "u16", "inject": "inject"},
+        {
+            "linears": f"{name}.down.linears",
+            "has_inject": int(inject),
+            "u": "u16",
+            "inject": "inject",
+            "tiled": 0,
+        },
         name,
     )
     yield Step(
@@ -384,6 +398,7 @@ def _ple(layout: Layout, i_layer: int, bits: int) -> Iterator[Step]:
             "n_heads": n_heads,
             "row_dim": c.ple_dim // n_heads,
             "emb": "emb",
+            "tiled": 0,
         },
         f"{stem}.ple",
     )

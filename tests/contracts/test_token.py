@@ -85,7 +85,8 @@ def ngram_operands(ids: np.ndarray, table: np.ndarray, *, width: int, dim: int, 
         "round": round_table(n, n), "rows": rows, "table": table, "head_offsets": np.zeros(heads, np.int64),
         "head_sizes": np.array(sizes, np.int64), "multipliers": np.array(multipliers, np.int64),
         "emb": poison((n, heads * dim), np.dtype(np.float16))}
-    scalars: dict[str, int | float] = {"bits": width, "eos": eos, "n_heads": heads, "row_dim": dim}
+    scalars: dict[str, int | float] = {"bits": width, "eos": eos, "n_heads": heads, "row_dim": dim,
+                                       "tiled": 0}
     if bias is None:
         scalars["head_bias"] = 0
     else:
