@@ -1,5 +1,6 @@
 // executor.cpp: runs launches.  Owns fiber stacks, block scheduling, barriers, collectives, and the handlers
 // that turn a fault inside a kernel into a launch failure.  Called by stream.cpp only.
+#include "async.h"
 #include "runtime.h"
 
 #include <signal.h>
@@ -217,6 +218,7 @@ void run_block(Bench& b, Dim at) {
     T.n_warps = n >> 5;
     T.at_barrier = 0;
     T.failed = false;
+    async_forget();
     const unsigned bytes = kernel->shared_bytes;
     if (bytes) memset(b.shared, 0xff, bytes + kSharedGuard);
     for (int i = 0; i < T.n_warps; i++) {
