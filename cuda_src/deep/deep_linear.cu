@@ -1,0 +1,86 @@
+// deep_linear: finished outputs of several linears, each of any format, for all rows of a prompt chunk.
+// Contract    linears: x tile images (tiled), w, svh, bias -> linears[j].out (rows, n) f32, rows < n_rows and outputs
+//             < n only.  EXL3: k, n % 128 == 0; plain: k % 16 == 0, any n >= 1.  n_warps = ceil(n / 128) tiles;
+//             first_warp counts tiles of the linears before.
+// Launch      grid (total tiles, ceil(rows / 128)), block 384, shared DeepLinearShared.  Block: 128 outputs of up to
+//             128 rows.
+// Arithmetic  orders exl3_dot_v1, plain_dot_v1, part_sum_v1 and hadamard: deep.cuh, then fn_hadamard128, fn_mul(.,
+//             svh), fn_add(., f32(bias)).
+// Equality    the bytes of linear_gemv and linear_finish; a row's bytes do not depend on the other rows.
+// Reference   ref/exl3.py decode_linear, ref/orders.py mma_chain, tree and hadamard128.
+#include "deep.cuh"
+
+namespace FN_NAMESPACE {
+
+struct DeepLinearShared {
+    FnDeepShared<4, 16384> deep;
+};
+
+// Finish the tile's rows: a warp a row, lane l holding outputs 4 l .. 4 l + 3.
+FN_DEVICE void finish(const DeepLinearShared& s, const FnLinear& linear, u32 tile, u32 row0, u32 live) {
+    if (threadIdx.x >= 32u * FN_DEEP_WARPS) return;
+    u32 lane = threadIdx.x & 31u, n = linear.n, at = 128u * tile + 4u * lane;
+    bool exl3 = fn_is_exl3(linear.w);
+    float scale[4] = {1.f, 1.f, 1.f, 1.f}, bias[4] = {0.f, 0.f, 0.f, 0.f};
+    if (exl3) fn_load_h4(reinterpret_cast<const u16*>(linear.w.svh) + at, scale);
+    if (exl3 && linear.bias) fn_load_h4(reinterpret_cast<const u16*>(linear.bias) + at, bias);
+    float* out = reinterpret_cast<float*>(linear.out) + (u64)row0 * n + at;
+#pragma unroll 4
+    for (u32 row = threadIdx.x >> 5; row < live; row += FN_DEEP_WARPS) {
+        float4 x = *reinterpret_cast<const float4*>(&s.deep.tile[row][4u * lane]);
+        float v[4] = {x.x, x.y, x.z, x.w};
+        if (exl3) {  // as fn_linear_finish_block
+            fn_hadamard128(v);
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], scale[i]);
+            if (linear.bias) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) v[i] = fn_add(v[i], bias[i]);
+            }
+        }
+        float* to = out + (u64)row * n;
+        if ((n & 3u) == 0) {
+            if (at < n) *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < 4; i++)
+                if (at + i < n) to[i] = v[i];
+        }
+    }
+}
+
+template <u32 ROW_TILES>
+FN_DEVICE void run(FnDeep<FnDeepShared<4, 16384>>& deep, DeepLinearShared& s, const FnLinear& linear, u32 tile,
+                   u32 row0, u32 live) {
+    FnDeepWeights w = {linear.w, linear.k, linear.n, 8u * tile, 2u, (linear.n + 15u) / 16u, linear.leaves,
+                       linear.segments};
+    u32 k_blocks = (linear.k + 63u) / 64u;
+    FnDeepRows rows = {reinterpret_cast<const u16*>(linear.x) + (u64)row0 * k_blocks * 64u, k_blocks, live};
+    if (deep.loads()) {
+        deep.template load<ROW_TILES>(w, rows);
+        return;
+    }
+    float sum[ROW_TILES][4];
+    deep.dot(w, rows, sum);
+    deep.spill(sum);
+    finish(s, linear, tile, row0, live);
+}
+
+}  // namespace FN_NAMESPACE
+
+FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
+    using namespace FN_NAMESPACE;
+    FN_SHARED(DeepLinearShared, s);
+    u32 n_rows = fn_ld(&round->n_rows), row0 = FN_DEEP_ROWS * blockIdx.y, j = 0;
+    if (row0 >= n_rows) return;
+    for (u32 i = 1; i < n_linears; i++)
+        if (linears[i].first_warp <= blockIdx.x) j = i;
+    const FnLinear& linear = linears[j];
+    u32 tile = blockIdx.x - linear.first_warp, live = fn_min_u32(n_rows - row0, FN_DEEP_ROWS);
+    if (tile >= linear.n_warps) return;
+    FnDeep<FnDeepShared<4, 16384>> deep(s.deep);
+    if (live <= 64u)
+        run<8>(deep, s, linear, tile, row0, live);
+    else
+        run<16>(deep, s, linear, tile, row0, live);
+}

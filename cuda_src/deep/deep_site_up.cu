@@ -1,0 +1,79 @@
+// deep_site_up: the gates of a residual site and the mean of the gated, normed streams, for all rows of a chunk.
+// Contract    linear: up, f16 or bf16 weights in fragment order (4 hidden outputs, K = R inputs), x = u as a tile
+//             image;  streams (rows, 4 hidden) f32, rinv (rows, 4) f32, w (4 hidden) f32 -> m (rows, hidden) f32.
+//             hidden % 32 == 0, R % 16 == 0.  Rows >= round.n_rows are not written.
+// Launch      grid (hidden / 32, ceil(rows / 128)), block 384, shared DeepSiteShared.  A block's 128 outputs are 32
+//             channels of the four streams.
+// Arithmetic  order site_mix_v1: dots as deep.cuh;  g_j = sigmoid(dot);  n_j = (s_j * rinv_j) * (1 + w_j) in f32;
+//             m = fma(g3, n3, fma(g2, n2, fma(g1, n1, g0 * n0))) * 0.25.
+// Equality    the bytes of site_up.  NaN and Inf of a row stay in it.
+// Reference   ref/glue.py Site.  Source: model.md section 3.
+#include "deep.cuh"
+
+namespace FN_NAMESPACE {
+
+struct DeepSiteShared {
+    FnDeepShared<4, 16384> deep;
+};
+
+struct Site {
+    const float *streams, *rinv, *w;
+    float* m;
+    u32 hidden;
+};
+
+// A warp a row, a lane a channel.
+FN_DEVICE void mix(const DeepSiteShared& s, const Site& site, u32 channel, u32 row0, u32 live) {
+    u32 lane = threadIdx.x & 31u, hidden = site.hidden;
+    float scale[4];
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) scale[j] = fn_add(1.f, fn_ldg(site.w + j * hidden + channel + lane));
+#pragma unroll 4
+    for (u32 row = threadIdx.x >> 5; row < live; row += FN_DEEP_WARPS) {
+        u64 at = (u64)(row0 + row) * hidden + channel + lane;
+        const float* stream = site.streams + 4u * ((u64)(row0 + row) * hidden) + channel + lane;
+        float4 r = fn_ldg(reinterpret_cast<const float4*>(site.rinv) + row0 + row);
+        float rinv[4] = {r.x, r.y, r.z, r.w}, sum = 0.f;
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            float n = fn_mul(fn_mul(fn_ldg(stream + j * hidden), rinv[j]), scale[j]);
+            float g = fn_sigmoid(s.deep.tile[row][32u * j + lane]);
+            sum = j ? fn_fma(g, n, sum) : fn_mul(g, n);
+        }
+        site.m[at] = fn_mul(sum, 0.25f);
+    }
+}
+
+template <u32 ROW_TILES>
+FN_DEVICE void run(FnDeep<FnDeepShared<4, 16384>>& deep, DeepSiteShared& s, const FnLinear& linear, const Site& site,
+                   u32 row0, u32 live) {
+    FnDeepWeights w = {linear.w, linear.k, linear.n, 2u * blockIdx.x, site.hidden / 16u, linear.n / 16u,
+                       linear.leaves, linear.segments};
+    u32 k_blocks = (linear.k + 63u) / 64u;
+    FnDeepRows rows = {reinterpret_cast<const u16*>(linear.x) + (u64)row0 * k_blocks * 64u, k_blocks, live};
+    if (deep.loads()) {
+        deep.template load<ROW_TILES>(w, rows);
+        return;
+    }
+    float sum[ROW_TILES][4];
+    deep.dot(w, rows, sum);
+    deep.spill(sum);
+    if (threadIdx.x < 32u * FN_DEEP_WARPS) mix(s, site, 32u * blockIdx.x, row0, live);
+}
+
+}  // namespace FN_NAMESPACE
+
+FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, const float* rinv, const float* w,
+           float* m, u32 hidden)) {
+    using namespace FN_NAMESPACE;
+    FN_SHARED(DeepSiteShared, s);
+    u32 n_rows = fn_ld(&round->n_rows), row0 = FN_DEEP_ROWS * blockIdx.y;
+    if (row0 >= n_rows) return;
+    u32 live = fn_min_u32(n_rows - row0, FN_DEEP_ROWS);
+    Site site = {streams, rinv, w, m, hidden};
+    FnDeep<FnDeepShared<4, 16384>> deep(s.deep);
+    if (live <= 64u)
+        run<8>(deep, s, *linear, site, row0, live);
+    else
+        run<16>(deep, s, *linear, site, row0, live);
+}
