@@ -111,13 +111,13 @@ def archs(text: str | None = None) -> tuple[str, ...]:
     return tuple(a for a in catalog.ARCHS if a in names)
 
 
-def unit_text(family: str) -> str:
-    """The source of one family: for each kernel its macros, its file, and the macros undone."""
+def unit_text(family: str, arch: str) -> str:
+    """The source of one family on `arch`: for each kernel its macros, its file, and the macros undone."""
     lines = [f"// unit of family {family}, made from its declarations"]
     for spec in catalog.specs(family):
-        lines += [f"#define {name} {value}".rstrip() for name, value in spec.macros()]
+        lines += [f"#define {name} {value}".rstrip() for name, value in spec.macros(arch)]
         lines.append(f'#include "{spec.source}"')
-        lines += [f"#undef {name}" for name, _ in spec.macros()]
+        lines += [f"#undef {name}" for name, _ in spec.macros(arch)]
     return "\n".join(lines) + "\n"
 
 
@@ -175,7 +175,7 @@ def build_controls(arch: str, *, jobs: int = 0) -> None:
             if before.get(name) == entries[name] and (folder / f"{name}.cubin").is_file():
                 continue
             planting.plant(spec, control, Path(scratch) / name)
-            text = planting.planted_unit(spec, control)
+            text = planting.planted_unit(spec, control, arch)
             units.append(Unit(name, arch, text, digest, str(Path(scratch) / name)))
         if units:
             _require_nvrtc()
@@ -258,7 +258,7 @@ def _packed_sources() -> Iterator[None]:
 # ---- units, cache, manifest
 
 def _unit(family: str, arch: str, tool: dict[str, str]) -> Unit:
-    text = unit_text(family)
+    text = unit_text(family, arch)
     return Unit(family, arch, text, _digest([text, catalog.source_digest(family), arch, OPTIONS, tool]))
 
 
@@ -325,7 +325,7 @@ def _fits_declaration(unit: Unit, kernels: dict[str, Any]) -> None:
         if made is None:
             raise BuildError(f"the unit of {unit.family} for {unit.arch} has no kernel {spec.name}",
                              do=f"define it with FN_KERNEL in {spec.source}")
-        declared = {"params": [list(p) for p in spec.offsets()], "shared_bytes": spec.shared_bytes,
+        declared = {"params": [list(p) for p in spec.offsets()], "shared_bytes": spec.static_on(unit.arch),
                     "max_threads": spec.block}
         for what, value in declared.items():
             if made[what] != value:

@@ -7,7 +7,8 @@
 // both sides give the same bytes (NVRTC --fmad=false --prec-div=true --prec-sqrt=true --ftz=false; g++
 // -ffp-contract=off). NaN bits may differ between the sides (the GPU writes 0x7fffffff, x86 keeps payloads):
 // compare NaNs as one value. Macros that the build sets for each kernel: FN_NAME, FN_NAMESPACE, FN_THREADS,
-// FN_BLOCKS_PER_SM, FN_SHARED_BYTES.
+// FN_BLOCKS_PER_SM, FN_SHARED_BYTES, FN_SHARED_KIND.  FN_HOPPER is 1 in sm_90a images and undefined elsewhere,
+// in the simulator too: for text that needs wgmma, bulk copies or mbarriers.
 #pragma once
 
 #ifdef FN_SIM
@@ -21,13 +22,29 @@ typedef unsigned long long u64;
 typedef int i32;
 typedef long long i64;
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define FN_HOPPER 1
+#endif
+
 #define FN_DEVICE __device__ __forceinline__
 #define FN_KERNEL(params) \
     extern "C" __global__ void __launch_bounds__(FN_THREADS, FN_BLOCKS_PER_SM) FN_NAME params
+// The struct is the block's own memory up to 48 KiB, above that what the launch asks for; FN_SHARED_KIND says
+// which: STATIC or DYNAMIC.  A kernel with dynamic memory has no other, so the struct begins where the block's
+// memory does, at a multiple of 1024 bytes (the period of wgmma's 128-byte swizzle; probe/shared_wide.cu looks).
+// The array does not say so: its alignment pads the static memory of every kernel of the image.
 #define FN_SHARED(Type, name)                                                                       \
     static_assert(sizeof(Type) == FN_SHARED_BYTES, "the declaration's shared_bytes is not sizeof"); \
-    static_assert(sizeof(Type) <= 49152, "static shared memory is limited to 48 KiB");              \
+    FN_SHARED_AS(FN_SHARED_KIND, Type, name)
+#define FN_SHARED_AS(kind, Type, name) FN_SHARED_AS2(kind, Type, name)
+#define FN_SHARED_AS2(kind, Type, name) FN_SHARED_##kind(Type, name)
+#define FN_SHARED_STATIC(Type, name)                                                   \
+    static_assert(sizeof(Type) <= 49152, "static shared memory is limited to 48 KiB"); \
     __shared__ __align__(16) Type name
+#define FN_SHARED_DYNAMIC(Type, name)                                         \
+    static_assert(alignof(Type) <= 1024, "the memory has no more alignment"); \
+    extern __shared__ __align__(4) u8 fn_dynamic_shared[];                    \
+    Type& name = *reinterpret_cast<Type*>(fn_dynamic_shared)
 
 FN_DEVICE float fn_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 FN_DEVICE float fn_mul(float a, float b) { return __fmul_rn(a, b); }

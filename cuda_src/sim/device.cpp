@@ -176,7 +176,7 @@ ENTRY(cuDeviceGetAttribute, INITIALIZED, (int* out, int attribute, int device)) 
         {83, 0},          {84, 0},                      // managed memory, multi-GPU board
         {88, 0},                                        // no pageable access
         {91, 1},                                        // host pointers of registered memory
-        {95, 1},          {96, 1},     {97, 232448},    // opt-in shared memory a block
+        {95, 1},          {96, 1},     {97, (int)kOptInSharedBytes},  // shared memory a block that asks
         {106, 32},                                      // blocks an SM
         {111, 1024},                                    // reserved shared memory a block
         {115, 0},

@@ -29,7 +29,7 @@ namespace {
 
 constexpr size_t kStackBytes = 64 << 10;
 constexpr int kMaxThreads = 1024;
-constexpr size_t kSharedBytes = 48 << 10, kSharedGuard = 256;
+constexpr size_t kSharedBytes = 227 << 10, kSharedGuard = 256;
 
 // ---- context switch ----
 #ifdef FN_SIM_UCONTEXT

@@ -48,9 +48,11 @@ Result set_params(Work& w, const KernelNodeParams& p) {
     if (w.kind != Work::KERNEL) return finding(INVALID_VALUE, "the node is no kernel");
     if (p.function && p.function != w.function)
         return finding(INVALID_VALUE, "the node keeps its kernel %s", w.kernel->name);
-    if (p.block[0] != w.kernel->block || p.block[1] != 1 || p.block[2] != 1 || p.shared_bytes || !p.params)
-        return finding(INVALID_VALUE, "kernel %s: block must stay (%u,1,1) without dynamic shared memory",
-                       w.kernel->name, w.kernel->block);
+    const unsigned dynamic = w.kernel->dynamic_bytes();
+    if (p.block[0] != w.kernel->block || p.block[1] != 1 || p.block[2] != 1 || p.shared_bytes != dynamic ||
+        !p.params)
+        return finding(INVALID_VALUE, "kernel %s: block must stay (%u,1,1) with %u bytes of dynamic shared memory",
+                       w.kernel->name, w.kernel->block, dynamic);
     w.grid = Dim{p.grid[0], p.grid[1], p.grid[2]};
     for (size_t i = 0; i < w.args.size(); i++) {
         w.args[i] = 0;
@@ -172,7 +174,7 @@ ENTRY(cuGraphKernelNodeGetParams, CURRENT, (u64 node, KernelNodeParams* out)) {
     *out = KernelNodeParams{w.function,
                             {w.grid.x, w.grid.y, w.grid.z},
                             {w.kernel->block, 1, 1},
-                            0,
+                            w.kernel->dynamic_bytes(),
                             n->pointers.data(),
                             nullptr,
                             0,

@@ -114,6 +114,7 @@ ENTRY(cuModuleGetFunction, CURRENT, (u64 * out, u64 module, const char* name)) {
     f->id = new_handle(FUNCTION);
     f->module = m;
     f->kernel = k;
+    f->most_dynamic = k->dynamic_bytes() ? 49152 : 49152 - k->shared_bytes;
     *out = m->functions[name] = f->id;
     world.functions[f->id] = std::move(f);
     return OK;
@@ -123,10 +124,10 @@ ENTRY(cuFuncGetAttribute, CURRENT, (int* out, int attribute, u64 function)) {
     if (!f) return INVALID_HANDLE;
     switch (attribute) {  // CUfunction_attribute
         case 0: *out = (int)f->kernel->block; return OK;
-        case 1: *out = (int)f->kernel->shared_bytes; return OK;
+        case 1: *out = (int)(f->kernel->shared_bytes - f->kernel->dynamic_bytes()); return OK;
         case 5:
         case 6: *out = (int)settings.generation; return OK;
-        case 8: *out = 0; return OK;  // dynamic shared memory
+        case 8: *out = (int)f->most_dynamic; return OK;
         case 2:
         case 3:
         case 4:
@@ -136,16 +137,22 @@ ENTRY(cuFuncGetAttribute, CURRENT, (int* out, int attribute, u64 function)) {
     }
 }
 ENTRY(cuFuncSetAttribute, CURRENT, (u64 function, int attribute, int value)) {
-    if (!find_function(function)) return INVALID_HANDLE;
+    Function* f = find_function(function);
+    if (!f) return INVALID_HANDLE;
     if (attribute == 9 && value >= -1 && value <= 100) return OK;  // preferred carve-out: a hint
-    return attribute == 8 && value == 0 ? OK
-                                        : finding(INVALID_VALUE, "kernels use static shared memory only");
+    if (attribute != 8) return finding(INVALID_VALUE, "function attribute %d cannot be set", attribute);
+    const int most = (int)(kOptInSharedBytes - (f->kernel->shared_bytes - f->kernel->dynamic_bytes()));
+    if (value < 0 || value > most)
+        return finding(INVALID_VALUE, "kernel %s: %d bytes of dynamic shared memory, a block has %d left",
+                       f->kernel->name, value, most);
+    f->most_dynamic = (unsigned)value;
+    return OK;
 }
 ENTRY(cuOccupancyMaxActiveBlocksPerMultiprocessor, CURRENT,
       (int* out, u64 function, int block, size_t shared)) {
     Function* f = find_function(function);
     if (!f || block < 1) return f ? INVALID_VALUE : INVALID_HANDLE;
-    const u64 bytes = f->kernel->shared_bytes + shared + 1024;
+    const u64 bytes = f->kernel->shared_bytes - f->kernel->dynamic_bytes() + shared + 1024;
     u64 n = 2048 / (u64)block;
     if (n > 32) n = 32;
     if (n > 233472 / bytes) n = 233472 / bytes;
@@ -164,10 +171,14 @@ ENTRY(cuLaunchKernel, CURRENT,
                        stream);
     if (!gx || !gy || !gz || gx > 0x7fffffff || gy > 65535 || gz > 65535)
         return finding(INVALID_VALUE, "kernel %s: grid (%u,%u,%u)", k.name, gx, gy, gz);
-    if (bx != k.block || by != 1 || bz != 1 || shared)
+    if (bx != k.block || by != 1 || bz != 1 || shared != k.dynamic_bytes())
         return finding(INVALID_VALUE,
-                       "kernel %s: block (%u,%u,%u) with %u dynamic bytes, declared (%u,1,1) with 0", k.name,
-                       bx, by, bz, shared, k.block);
+                       "kernel %s: block (%u,%u,%u) with %u dynamic bytes, declared (%u,1,1) with %u", k.name,
+                       bx, by, bz, shared, k.block, k.dynamic_bytes());
+    if (shared > f->most_dynamic)
+        return finding(INVALID_VALUE,
+                       "kernel %s: %u dynamic bytes, and cuFuncSetAttribute allows it no more than %u", k.name,
+                       shared, f->most_dynamic);
     const size_t n = strlen(k.kinds);
     if (extra || (n && !params))
         return finding(INVALID_VALUE, "kernel %s: arguments are taken by kernelParams only", k.name);

@@ -14,8 +14,9 @@
 
 namespace fnsim {
 
-typedef int Result;                           // CUresult
-constexpr long long kModuleBytes = 64 << 10;  // what a loaded module takes of its device
+typedef int Result;                                // CUresult
+constexpr unsigned kOptInSharedBytes = 227 << 10;  // most shared memory a block may have
+constexpr long long kModuleBytes = 64 << 10;       // what a loaded module takes of its device
 
 enum : Result {
     OK = 0,
@@ -181,6 +182,7 @@ struct Function {
     u64 id = 0;
     Module* module = nullptr;
     const Kernel* kernel = nullptr;
+    unsigned most_dynamic = 0;  // bytes of dynamic shared memory that a launch may ask for
 };
 struct Context {
     u64 id = 0;

@@ -52,7 +52,6 @@ static inline float4 make_float4(float x, float y, float z, float w) { return {x
     static void FN_SIM_CAT(body_, FN_NAME) params
 #define FN_SHARED(Type, name)                                                                       \
     static_assert(sizeof(Type) == FN_SHARED_BYTES, "the declaration's shared_bytes is not sizeof"); \
-    static_assert(sizeof(Type) <= 49152, "static shared memory is limited to 48 KiB");              \
     Type& name = *reinterpret_cast<Type*>(fnsim::T.shared)
 
 #define threadIdx (fnsim::Dim{(u32)fnsim::T.current->tid, 0, 0})

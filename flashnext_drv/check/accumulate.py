@@ -235,4 +235,5 @@ NO_SUMS: Final[dict[str, str]] = {
     "mma_tiles_bf16": "one step, compared bit for bit with an integer model",
     "warp_ops": "compared bit for bit",
     "barrier_turns": "integers",
+    "shared_wide": "integers",
 }

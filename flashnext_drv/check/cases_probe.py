@@ -63,6 +63,7 @@ def build(name: str, case: Case, seed: int) -> Operands:
         "mma_tiles_bf16": _mma_tiles,
         "warp_ops": _warp_ops,
         "barrier_turns": _turns,
+        "shared_wide": _wide,
     }
     return builders[name](name, case, seed)
 
@@ -355,6 +356,18 @@ def _turns(name: str, case: Case, seed: int) -> Operands:
 
     return Operands(
         {"x": x, "y": poison((blocks, 256), np.uint32)}, {"turns": turns}, (blocks, 1, 1), [], ("y",), expect
+    )
+
+
+def _wide(name: str, case: Case, seed: int) -> Operands:
+    blocks = case.int("blocks")
+    x = np.asarray(bits(seed, "wide", (blocks, 1024)))
+
+    def expect(arrays: Arrays) -> None:
+        _same(arrays["y"], x[:, ::-1])
+
+    return Operands(
+        {"x": x, "y": poison((blocks, 1024), np.uint32)}, {}, (blocks, 1, 1), [], ("y",), expect
     )
 
 

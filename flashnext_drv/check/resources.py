@@ -2,8 +2,9 @@
 
 Called by `flashnext-drv records`, tests/host/test_records.py and tools/fill_limits.py.  What must stay true:
 figures come from the cubins (spill bytes from the build's manifest, because no cubin holds them), never from
-a declaration; images of other sources than lie here are refused, not measured; a record is stale as soon as a
-kernel's sources, figures or instructions differ from it, whatever the difference.
+a declaration (dynamic shared memory apart); images of other sources than lie here are refused, not measured;
+a record is stale as soon as a kernel's sources, figures or instructions differ from it, whatever the
+difference.
 
 Blocks per SM are computed, so that they are known for GPUs that are not there:
 
@@ -62,7 +63,8 @@ SM_LIMITS: Final[Mapping[str, SmLimits]] = {
 
 @dataclass(frozen=True)
 class Resources:
-    """One kernel on one architecture.  Bytes a thread: stack, spills; bytes a block: shared.
+    """One kernel on one architecture.  Bytes a thread: stack, spills; bytes a block: shared (in the image)
+    and dynamic (what a launch asks for: no image holds it, so it comes from the declaration).
 
     text_sha256: SHA-256, hex, of its instructions.
     """
@@ -74,6 +76,7 @@ class Resources:
     spill_load_bytes: int
     blocks_per_sm: int
     text_sha256: str
+    dynamic_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,7 @@ def dump(record: Record) -> str:
              f' "option_digest": {json.dumps(record.option_digest)},', ' "kernels": {']
     blocks = []
     for name, entry in sorted(record.kernels.items()):
-        archs = ",\n".join(f"   {json.dumps(arch)}: {json.dumps(asdict(entry.archs[arch]))}"
+        archs = ",\n".join(f"   {json.dumps(arch)}: {json.dumps(_told(entry.archs[arch]))}"
                            for arch in sorted(entry.archs, key=_arch_order))
         params = json.dumps([list(p) for p in entry.params])
         blocks.append(f'  {json.dumps(name)}: {{"family": {json.dumps(entry.family)}, '
@@ -297,9 +300,15 @@ def _differences(made: Resources, recorded: Resources) -> Iterable[str]:
 
 
 def _resources(spec: KernelSpec, arch: str, kernel: CubinKernel, told: catalog.KernelRecord) -> Resources:
+    dynamic_bytes = spec.dynamic_on(arch)
+    fitting = blocks_per_sm(arch, kernel.regs, kernel.shared_bytes + dynamic_bytes, spec.block)
     return Resources(kernel.regs, kernel.shared_bytes, kernel.stack_bytes, told.spill_store_bytes,
-                     told.spill_load_bytes, blocks_per_sm(arch, kernel.regs, kernel.shared_bytes, spec.block),
-                     kernel.text_sha256)
+                     told.spill_load_bytes, fitting, kernel.text_sha256, dynamic_bytes)
+
+
+def _told(made: Resources) -> dict[str, Any]:
+    """As it stands in the record: kernels without dynamic memory do not tell of it."""
+    return {what: value for what, value in asdict(made).items() if what != "dynamic_bytes" or value}
 
 
 def _entry(raw: Mapping[str, Any]) -> KernelEntry:

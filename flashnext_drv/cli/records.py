@@ -117,5 +117,6 @@ def _table(measured: Record) -> Iterator[str]:
     for name, entry in measured.kernels.items():
         for arch, made in entry.archs.items():
             spilled = f"{made.spill_store_bytes}/{made.spill_load_bytes}"
-            yield (f"{name:<24} {arch:<7} {made.regs:>5} {made.shared_bytes:>9} {made.stack_bytes:>8} "
+            yield (f"{name:<24} {arch:<7} {made.regs:>5} {made.shared_bytes + made.dynamic_bytes:>9} "
+                   f"{made.stack_bytes:>8} "
                    f"{spilled:>14} {made.blocks_per_sm:>9}  {made.text_sha256[:16]}")

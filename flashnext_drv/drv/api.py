@@ -27,23 +27,19 @@ from .faults import counters, ring
 
 __all__ = ["Handle", "binding_version", "counters", "ensure", "loaded", "resolve", "ring"]
 __all__ += ["cuCtxCreate", "cuCtxDestroy", "cuCtxDisablePeerAccess", "cuCtxEnablePeerAccess",
-            "cuCtxGetCurrent",
-            "cuCtxPopCurrent", "cuCtxPushCurrent", "cuCtxSynchronize", "cuDeviceCanAccessPeer", "cuDeviceGet",
-            "cuDeviceGetAttribute", "cuDeviceGetCount", "cuDeviceGetName", "cuDevicePrimaryCtxRelease",
-            "cuDevicePrimaryCtxRetain", "cuDeviceTotalMem", "cuDriverGetVersion", "cuEventCreate",
-            "cuEventDestroy", "cuEventElapsedTime", "cuEventQuery", "cuEventRecord", "cuEventSynchronize",
-            "cuFuncGetAttribute", "cuGraphDestroy", "cuGraphExecDestroy", "cuGraphExecUpdate",
-            "cuGraphGetEdges",
-            "cuGraphGetNodes", "cuGraphInstantiate", "cuGraphKernelNodeGetParams", "cuGraphLaunch",
-            "cuGraphNodeGetType", "cuGraphUpload", "cuLaunchKernel", "cuMemAlloc", "cuMemFree",
-            "cuMemFreeHost",
-            "cuMemGetInfo", "cuMemHostAlloc", "cuMemHostGetDevicePointer", "cuMemcpyAsync",
-            "cuMemcpyDtoHAsync",
+            "cuCtxGetCurrent", "cuCtxPopCurrent", "cuCtxPushCurrent", "cuCtxSynchronize",
+            "cuDeviceCanAccessPeer", "cuDeviceGet", "cuDeviceGetAttribute", "cuDeviceGetCount",
+            "cuDeviceGetName", "cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxRetain", "cuDeviceTotalMem",
+            "cuDriverGetVersion", "cuEventCreate", "cuEventDestroy", "cuEventElapsedTime", "cuEventQuery",
+            "cuEventRecord", "cuEventSynchronize", "cuFuncGetAttribute", "cuFuncSetAttribute",
+            "cuGraphDestroy", "cuGraphExecDestroy", "cuGraphExecUpdate", "cuGraphGetEdges", "cuGraphGetNodes",
+            "cuGraphInstantiate", "cuGraphKernelNodeGetParams", "cuGraphLaunch", "cuGraphNodeGetType",
+            "cuGraphUpload", "cuLaunchKernel", "cuMemAlloc", "cuMemFree", "cuMemFreeHost", "cuMemGetInfo",
+            "cuMemHostAlloc", "cuMemHostGetDevicePointer", "cuMemcpyAsync", "cuMemcpyDtoHAsync",
             "cuMemcpyHtoDAsync", "cuMemcpyPeerAsync", "cuMemsetD8Async", "cuModuleGetFunction",
-            "cuModuleLoadData",
-            "cuModuleUnload", "cuStreamBeginCapture", "cuStreamCreate", "cuStreamDestroy",
-            "cuStreamEndCapture",
-            "cuStreamIsCapturing", "cuStreamQuery", "cuStreamSynchronize", "cuStreamWaitEvent"]
+            "cuModuleLoadData", "cuModuleUnload", "cuStreamBeginCapture", "cuStreamCreate", "cuStreamDestroy",
+            "cuStreamEndCapture", "cuStreamIsCapturing", "cuStreamQuery", "cuStreamSynchronize",
+            "cuStreamWaitEvent"]
 
 Handle = Any
 _NOT_READY: Final = 600
@@ -318,6 +314,12 @@ def cuModuleGetFunction(module: Handle, name: str) -> Handle:
 def cuFuncGetAttribute(attribute: int, function: Handle) -> int:
     """attribute: the number of a CUfunction_attribute."""
     return int(_call("cuFuncGetAttribute", _enum("CUfunction_attribute", attribute), function))
+
+
+def cuFuncSetAttribute(attribute: int, value: int, function: Handle) -> None:
+    """attribute: the number of a CUfunction_attribute."""
+    _call("cuFuncSetAttribute", function, _enum("CUfunction_attribute", attribute), value,
+          attribute=attribute, value=value)
 
 
 def cuLaunchKernel(*launch: Any) -> None:

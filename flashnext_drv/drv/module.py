@@ -23,12 +23,13 @@ from .stream import Stream
 __all__ = ["Attributes", "Function", "Launch", "Module", "Packed", "pack"]
 
 _ATTRIBUTES: Final = {"max_threads": 0, "shared_bytes": 1, "const_bytes": 2, "local_bytes": 3, "regs": 4}
+_MOST_DYNAMIC_SHARED: Final = 8
 
 
 @dataclass(frozen=True)
 class Attributes:
     """What the driver says of a function.  regs: 32-bit registers a thread; local_bytes a thread; shared a
-    block."""
+    block, what launches ask for not counted."""
 
     max_threads: int
     shared_bytes: int
@@ -83,6 +84,18 @@ class Function:
         self.module = module
         self.name = name
         self.handle = handle
+        self._allowed_bytes = 0
+
+    def allow_shared(self, size_bytes: int) -> None:
+        """Let launches have up to `size_bytes` of dynamic shared memory a block; the driver is asked once.
+
+        Needed above 48 KiB.  Raises DriverError when the device has less.
+        """
+        if size_bytes > self._allowed_bytes:
+            self.module.require_open()
+            with self.module.ctx.active():
+                api.cuFuncSetAttribute(_MOST_DYNAMIC_SHARED, size_bytes, self.handle)
+            self._allowed_bytes = size_bytes
 
     def attributes(self) -> Attributes:
         """Asks the driver; five calls, for checks and reports."""
@@ -121,6 +134,7 @@ def pack(offsets: Sequence[tuple[int, int]], values: Sequence[np.generic]) -> Pa
 class Launch:
     """One launch site: function, grid, block and arguments, ready to run again and again on any stream.
 
+    shared_bytes: dynamic, a block; above 48 KiB `Function.allow_shared` comes first.
     holds: the owners its arguments point into; a graph that captures the launch keeps them open.
     """
 

@@ -42,7 +42,7 @@ class Kernels(DriverOwner):
     def __init__(self, ctx: Context, families: tuple[str, ...] | None = None, name: str = "kernels") -> None:
         super().__init__(name, holds=(ctx,))
         self.ctx = ctx
-        self.arch = "simulator" if ctx.facts.is_simulator else _arch(ctx)
+        self.arch = _arch(ctx)
         self.warning = _warning(ctx)
         self._modules: dict[str, Module] = {}
         self._specs: dict[str, tuple[KernelSpec, str]] = {}
@@ -95,7 +95,11 @@ def make_launch(module: Module, spec: KernelSpec, grid: int | tuple[int, ...],
     _names_fit(spec, args)
     values = [_value(spec, arg, args[arg.name]) for arg in spec.args]
     arenas = {id(v.arena): v.arena for v in args.values() if isinstance(v, Span)}
-    return Launch(module.function(spec.name), _grid(spec, grid), spec.block, 0, pack(spec.offsets(), values),
+    function = module.function(spec.name)
+    dynamic_bytes = spec.dynamic_on(_arch(module.ctx))
+    if dynamic_bytes:
+        function.allow_shared(dynamic_bytes)
+    return Launch(function, _grid(spec, grid), spec.block, dynamic_bytes, pack(spec.offsets(), values),
                   holds=tuple(arenas.values()))
 
 
@@ -107,6 +111,8 @@ def simulator_image(family: str, digest: str = "") -> bytes:
 
 
 def _arch(ctx: Context) -> str:
+    if ctx.facts.is_simulator:
+        return "simulator"
     return catalog.pick_arch(ctx.facts.cc, catalog.manifest().archs(), gpu=str(ctx.facts))
 
 
@@ -127,9 +133,9 @@ def _image(ctx: Context, arch: str, family: str) -> tuple[bytes, str]:
             raise ContractError(f"kernel {spec.name} takes other parameters than declared",
                                 image=record.params,
                                 declared=spec.offsets())
-        if record.shared_bytes != spec.shared_bytes or record.max_threads < spec.block:
+        if record.shared_bytes != spec.static_on(arch) or record.max_threads < spec.block:
             raise ContractError(f"kernel {spec.name} was built for another launch than declared",
-                                shared_bytes=record.shared_bytes, declared_shared_bytes=spec.shared_bytes,
+                                shared_bytes=record.shared_bytes, declared_shared_bytes=spec.static_on(arch),
                                 max_threads=record.max_threads, declared_block=spec.block)
     return image.read(), digest
 

@@ -240,7 +240,7 @@ def _sources_digest(paths: tuple[str, ...], declared: tuple[KernelSpec, ...]) ->
         digest.update(path.encode() + b"\0" + hashlib.sha256((root / path).read_bytes()).digest())
     for one in declared:
         kinds = [a.kind for a in one.args]
-        digest.update(json.dumps([one.name, one.source, one.macros(), kinds]).encode())
+        digest.update(json.dumps([one.name, one.source, one.all_macros(), kinds]).encode())
     return digest.hexdigest()
 
 

@@ -30,7 +30,8 @@ _RESERVED_SHARED_BYTES: Final = 1024
 
 @dataclass
 class CubinKernel:
-    """One kernel.  regs: 32-bit registers a thread; stack bytes a thread; shared bytes a block, static.
+    """One kernel.  regs: 32-bit registers a thread; stack bytes a thread; shared bytes a block, static (what
+    launches ask for stands in no cubin).
 
     params: (offset, size) in bytes, in order.  max_threads: 0 when the kernel has no launch bounds.
     text_sha256: SHA-256, hex, of the kernel's instructions as they stand in the file.

@@ -10,13 +10,15 @@ from typing import Final
 
 from .spec import Control, Edit
 
-__all__ = ["BARRIER_TURNS", "MATH_F64", "MATH_SWEEP", "MMA_TILES_BF16", "MMA_TILES_F16", "WARP_OPS"]
+__all__ = ["BARRIER_TURNS", "MATH_F64", "MATH_SWEEP", "MMA_TILES_BF16", "MMA_TILES_F16", "SHARED_WIDE",
+           "WARP_OPS"]
 
 _MATH: Final = "math.cuh"
 _WARP: Final = "probe/warp_ops.cu"
 _TILES: Final = "probe/mma_tiles.cu"
 _TURNS: Final = "probe/barrier_turns.cu"
 _F64: Final = "probe/math_f64.cu"
+_WIDE: Final = "probe/shared_wide.cu"
 _SWEEP: Final = "probe/math_sweep.cu"
 
 
@@ -139,4 +141,22 @@ BARRIER_TURNS: Final = (
         "for (u32 i = 0; i < turns; i++) {",
         "for (u32 i = 1; i < turns; i++) {",
     ),
+)
+
+SHARED_WIDE: Final = (
+    Control(
+        "after_writing",
+        "barrier",
+        (
+            Edit(
+                _WIDE,
+                "    for (u32 i = t; i < COUNT; i += FN_THREADS) shared",
+                "    if (t >= 64u) fn_delay();\n"
+                "    for (u32 i = t; i < COUNT; i += FN_THREADS) shared",
+            ),
+            Edit(_WIDE, "    __syncthreads();\n", ""),
+        ),
+    ),
+    _one("last_word", "tail", _WIDE, "< COUNT; i += FN_THREADS) shared", "< 1023u; i += FN_THREADS) shared"),
+    _one("not_reversed", "layout", _WIDE, "place(COUNT - 1u - i)", "place(i)"),
 )

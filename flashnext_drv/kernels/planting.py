@@ -23,10 +23,12 @@ __all__ = ["control_digest", "control_image", "control_root", "controls", "plant
 
 _HELPER: Final = "delay.cuh"
 # A missing barrier must not find in shared memory what the launch before left there.
-_POISON: Final = Edit(
-    "prelude.cuh",
-    "    __shared__ __align__(16) Type name\n",
-    "    __shared__ __align__(16) Type name; fn_poison_shared(&name, sizeof(Type))\n",
+_POISON: Final = tuple(
+    Edit("prelude.cuh", f"    {line}\n", f"    {line}; fn_poison_shared(&name, sizeof(Type))\n")
+    for line in (
+        "__shared__ __align__(16) Type name",
+        "Type& name = *reinterpret_cast<Type*>(fn_dynamic_shared)",
+    )
 )
 
 
@@ -61,7 +63,9 @@ def control_digest(spec: KernelSpec, control: Control) -> str:
     root = catalog.source_root()
     texts = _edited(spec, control)
     digest = hashlib.sha256(
-        json.dumps([control_image(spec, control), spec.macros(), [arg.kind for arg in spec.args]]).encode()
+        json.dumps(
+            [control_image(spec, control), spec.all_macros(), [arg.kind for arg in spec.args]]
+        ).encode()
     )
     for path in (*catalog.reached(spec.source), _HELPER):
         text = texts[path] if path in texts else (root / path).read_text(encoding="utf-8")
@@ -80,9 +84,9 @@ def plant(spec: KernelSpec, control: Control, folder: Path) -> None:
         (folder / path).write_text(text, encoding="utf-8")
 
 
-def planted_unit(spec: KernelSpec, control: Control) -> str:
+def planted_unit(spec: KernelSpec, control: Control, arch: str) -> str:
     """The unit that compiles a control alone for a GPU: its macros and its file."""
-    lines = [f"#define {name} {value}".rstrip() for name, value in planted(spec, control).macros()]
+    lines = [f"#define {name} {value}".rstrip() for name, value in planted(spec, control).macros(arch)]
     return "\n".join([*lines, f'#include "{spec.source}"']) + "\n"
 
 
@@ -91,7 +95,7 @@ def _edited(spec: KernelSpec, control: Control) -> dict[str, str]:
     root = catalog.source_root()
     reached = catalog.reached(spec.source)
     texts = {spec.source: (root / spec.source).read_text(encoding="utf-8")}
-    for edit in (*control.edits, *((_POISON,) if control.kind == "barrier" else ())):
+    for edit in (*control.edits, *(_POISON if control.kind == "barrier" else ())):
         if edit.file not in reached:
             raise BuildError(
                 f"control {control.name} of kernel {spec.name} edits {edit.file}",

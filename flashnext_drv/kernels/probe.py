@@ -24,6 +24,7 @@ __all__ = [
     "MATH_SWEEP",
     "MMA_TILES_BF16",
     "MMA_TILES_F16",
+    "SHARED_WIDE",
     "WARP_OPS",
 ]
 
@@ -255,6 +256,24 @@ def _turns(broken: int) -> KernelSpec:
 BARRIER_TURNS: Final = _turns(0)
 BARRIER_TURNS_BROKEN: Final = _turns(1)
 
+SHARED_WIDE: Final = KernelSpec(
+    name="shared_wide",
+    source="probe/shared_wide.cu",
+    order="",
+    args=(Arg("x", PTR, "(blocks, 1024) u32", "r"), Arg("y", PTR, "(blocks, 1024) u32", "w")),
+    grid="blocks",
+    block=128, limits=limits_of("shared_wide"),
+    shared_bytes=81920, hopper_shared_bytes=204800,
+    reference="check.cases_probe",
+    exempt={**_NO_ROWS, "midpoints": "nothing is rounded", "nonfinite": "its inputs are integers"},
+    controls=planted.SHARED_WIDE,
+    bound="exact",
+    cases=(
+        Case("one_block", {"blocks": 1}, shows=("integers",)),
+        Case("five_blocks", {"blocks": 5}, shows=("integers",)),
+    ),
+)
+
 FAULT: Final = KernelSpec(
     name="fault",
     source="probe/fault.cu",
@@ -279,5 +298,6 @@ KERNELS: Final = (
     WARP_OPS,
     BARRIER_TURNS,
     BARRIER_TURNS_BROKEN,
+    SHARED_WIDE,
     FAULT,
 )

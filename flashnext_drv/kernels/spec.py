@@ -10,10 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["ARCHS", "CONTROL_KINDS", "F32", "I32", "PTR", "STAGES", "U32", "U64", "Arg", "Case", "Control",
-           "Edit", "KernelSpec", "Limit"]
+__all__ = ["ARCHS", "CONTROL_KINDS", "F32", "HOPPER", "I32", "PTR", "SHARED_LIMITS", "STAGES",
+           "STATIC_SHARED_BYTES", "U32", "U64", "Arg", "Case", "Control", "Edit", "KernelSpec", "Limit"]
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120", "sm_121")
+HOPPER = "sm_90a"
+# Most shared bytes a block may have on each of ARCHS when the launch asks for them, and most that a kernel
+# may hold without asking.  Source: CUDA programming guide, "technical specifications per compute capability".
+SHARED_LIMITS: Mapping[str, int] = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10,
+                                    "sm_90a": 227 << 10, "sm_120": 99 << 10, "sm_121": 99 << 10}
+STATIC_SHARED_BYTES = 48 << 10
 # What `flashnext-drv check` shows of every kernel (check/stages.py says how); a kernel to which one cannot
 # apply says why in `exempt`.
 STAGES = ("fp64", "guards", "written", "repeat", "order", "mates", "integers", "midpoints", "nonfinite")
@@ -131,12 +137,14 @@ class KernelSpec:
 
     source: path below cuda_src.  order: name in ARITHMETIC.md ("" for kernels without a sum).
     grid: words, one line.  block: threads, a multiple of 32.  shared_bytes: sizeof of the FN_SHARED struct,
-    else 0. defines: macros set before the source is included, besides FN_NAME, FN_NAMESPACE, FN_THREADS,
-    FN_BLOCKS_PER_SM and FN_SHARED_BYTES.  reference: "<module>.<function>" below flashnext_drv.ref.
-    bound: words, with the derivation of the tolerance against FP64.  limits: of each of ARCHS.
-    rows: axis of the launch's rows in each array of a case, by name (with * and ?).  exempt: stage -> why it
-    cannot apply.  controls: wrong variants that the check must report.  broken: why the kernel breaks rules
-    on purpose; it then has no contract and is never checked.
+    else 0; hopper_shared_bytes: the same in sm_90a images, where the struct differs (#ifdef FN_HOPPER), 0
+    where it does not.  Above STATIC_SHARED_BYTES the memory is dynamic and the launcher asks for it;
+    SHARED_LIMITS are the most.  defines: macros set before the source is included, besides FN_NAME,
+    FN_NAMESPACE, FN_THREADS, FN_BLOCKS_PER_SM, FN_SHARED_BYTES and FN_SHARED_KIND.  reference:
+    "<module>.<function>" below flashnext_drv.ref.  bound: words, with the derivation of the tolerance against
+    FP64.  limits: of each of ARCHS.  rows: axis of the launch's rows in each array of a case, by name (with *
+    and ?).  exempt: stage -> why it cannot apply.  controls: wrong variants that the check must report.
+    broken: why the kernel breaks rules on purpose; it then has no contract and is never checked.
     """
 
     name: str
@@ -146,6 +154,7 @@ class KernelSpec:
     grid: str
     block: int
     shared_bytes: int = 0
+    hopper_shared_bytes: int = 0
     blocks_per_sm: int = 1
     defines: tuple[tuple[str, str], ...] = ()
     limits: Mapping[str, Limit] = field(default_factory=dict)
@@ -161,8 +170,10 @@ class KernelSpec:
     def __post_init__(self) -> None:
         if self.block % 32 or not 32 <= self.block <= 1024:
             raise ValueError(f"kernel {self.name}: block {self.block} is not a multiple of 32 in 32..1024")
-        if not 0 <= self.shared_bytes <= 49152:
-            raise ValueError(f"kernel {self.name}: shared_bytes {self.shared_bytes} outside 0..49152")
+        for arch in ARCHS:
+            if not 0 <= self.shared_on(arch) <= SHARED_LIMITS[arch]:
+                raise ValueError(f"kernel {self.name}: {self.shared_on(arch)} shared bytes on {arch}, "
+                                 f"outside 0..{SHARED_LIMITS[arch]}")
         names = [a.name for a in self.args]
         if len(set(names)) != len(names):
             raise ValueError(f"kernel {self.name}: an argument name occurs twice in {names}")
@@ -177,8 +188,26 @@ class KernelSpec:
             at += size
         return tuple(out)
 
-    def macros(self) -> tuple[tuple[str, str], ...]:
-        """Every macro the source is compiled under, in order."""
+    def shared_on(self, arch: str) -> int:
+        """Shared bytes a block in the image for `arch`, one of ARCHS or "simulator"."""
+        return (self.hopper_shared_bytes if arch == HOPPER else 0) or self.shared_bytes
+
+    def dynamic_on(self, arch: str) -> int:
+        """How many of `shared_on` a launch must ask for: all or none."""
+        bytes_ = self.shared_on(arch)
+        return bytes_ if bytes_ > STATIC_SHARED_BYTES else 0
+
+    def static_on(self, arch: str) -> int:
+        """The rest of `shared_on`: what the image itself holds."""
+        return self.shared_on(arch) - self.dynamic_on(arch)
+
+    def macros(self, arch: str = "simulator") -> tuple[tuple[str, str], ...]:
+        """Every macro the source is compiled under for `arch`, in order."""
         return (("FN_NAME", self.name), ("FN_NAMESPACE", f"ns_{self.name}"), ("FN_THREADS", str(self.block)),
-                ("FN_BLOCKS_PER_SM", str(self.blocks_per_sm)), ("FN_SHARED_BYTES", str(self.shared_bytes)),
-                *self.defines)
+                ("FN_BLOCKS_PER_SM", str(self.blocks_per_sm)),
+                ("FN_SHARED_BYTES", str(self.shared_on(arch))),
+                ("FN_SHARED_KIND", "DYNAMIC" if self.dynamic_on(arch) else "STATIC"), *self.defines)
+
+    def all_macros(self) -> tuple[tuple[str, str], ...]:
+        """What `macros` says for any architecture: for digests."""
+        return tuple(dict.fromkeys((*self.macros(), *self.macros(HOPPER))))

@@ -15,7 +15,7 @@ from flashnext_drv.kernels.spec import Case
 from flashnext_drv.sim import control
 
 pytestmark = pytest.mark.sim
-SPECS = (probe.MATH_SWEEP, probe.MATH_F64, probe.WARP_OPS, probe.BARRIER_TURNS)
+SPECS = (probe.MATH_SWEEP, probe.MATH_F64, probe.WARP_OPS, probe.BARRIER_TURNS, probe.SHARED_WIDE)
 ALL = [(spec.name, case) for spec in SPECS for case in spec.cases]
 Give = Callable[[str], contract.CheckDevice]
 
@@ -33,7 +33,7 @@ def test_every_function_of_the_list_has_a_sweep() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "case"),
-    [(k, c) for k, c in ALL if k in ("warp_ops", "barrier_turns")],
+    [(k, c) for k, c in ALL if k in ("warp_ops", "barrier_turns", "shared_wide")],
     ids=lambda v: v.name if isinstance(v, Case) else v,
 )
 def test_order_of_lanes_and_blocks_does_not_matter(check_device: Give, kernel: str, case: Case) -> None:
@@ -69,6 +69,7 @@ def test_error_of_two_units_more_than_the_bound_is_seen(check_device: Give, func
         ("warp_ops", "plain", "f"),
         ("warp_ops", "plain", "u"),
         ("barrier_turns", "one_block", "y"),
+        ("shared_wide", "one_block", "y"),
     ],
 )
 def test_planted_bit_is_seen(check_device: Give, kernel: str, name: str, output: str) -> None:

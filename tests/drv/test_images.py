@@ -18,7 +18,7 @@ IMAGE = b"\x7fELF not loaded by any test here"
 
 
 def records() -> dict[str, KernelRecord]:
-    return {spec.name: KernelRecord(32, spec.shared_bytes, 0, 0, 0, spec.block, 0, spec.offsets())
+    return {spec.name: KernelRecord(32, spec.static_on("sm_80"), 0, 0, 0, spec.block, 0, spec.offsets())
             for spec in catalog.specs("glue")}
 
 

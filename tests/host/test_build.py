@@ -207,10 +207,12 @@ def test_the_build_needs_nvrtc_only_for_what_is_not_cached(small_tree: Path,
 
 def test_units_carry_every_macro_and_undo_it() -> None:
     for family in catalog.families():
-        text = build_kernels.unit_text(family)
-        for spec in catalog.specs(family):
-            assert f"#define FN_NAME {spec.name}\n" in text and f'#include "{spec.source}"\n' in text
-        assert text.count("#define ") == text.count("#undef ")
+        for arch in ("sm_80", "sm_90a"):
+            text = build_kernels.unit_text(family, arch)
+            for spec in catalog.specs(family):
+                assert f"#define FN_NAME {spec.name}\n" in text and f'#include "{spec.source}"\n' in text
+                assert f"#define FN_SHARED_BYTES {spec.shared_on(arch)}\n" in text
+            assert text.count("#define ") == text.count("#undef ")
 
 
 @pytest.mark.parametrize("data", [b"", b"\x7fELF", b"MZ" + bytes(100), b"\x7fELF\x02\x01" + bytes(58)])
