@@ -72,8 +72,19 @@ FN_DEVICE void fn_deep_decode(const u8* tile, u32 stride, u32 n_steps, u32 (&a)[
     }
 }
 
+// Plain weights of up to four k steps; NaN where the format is none that is known.
+FN_DEVICE void fn_deep_plain(bool known, const u8* at, u32 stride, u32 n_steps, u32 (&a)[4][4]) {
+#pragma unroll
+    for (u32 s = 0; s < 4; s++) {
+        if (s >= n_steps) return;
+        uint4 w = make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);
+        if (known) w = fn_ld(reinterpret_cast<const uint4*>(at + s * stride) + (threadIdx.x & 31u));
+        a[s][0] = w.x, a[s][1] = w.y, a[s][2] = w.z, a[s][3] = w.w;
+    }
+}
+
 // The mma operands of up to four k steps of one warp's 16 outputs.  at: its words at the first step; stride: bytes
-// to the next step's.  Unknown formats give NaN.
+// to the next step's.
 FN_DEVICE void fn_deep_operand(u32 format, const u8* at, u32 stride, u32 n_steps, u32 (&a)[4][4]) {
 #define FN_TRELLIS(w2, codebook)                                  \
     case FN_FORMAT_EXL3 | w2 << 8 | codebook << 16:               \
@@ -92,14 +103,7 @@ FN_DEVICE void fn_deep_operand(u32 format, const u8* at, u32 stride, u32 n_steps
     }
 #undef FN_TRELLIS
 #undef FN_WIDTHS
-    bool plain = format == FN_FORMAT_F16 || format == FN_FORMAT_BF16;
-#pragma unroll
-    for (u32 s = 0; s < 4; s++) {
-        if (s >= n_steps) return;
-        uint4 w = make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);
-        if (plain) w = fn_ld(reinterpret_cast<const uint4*>(at + s * stride) + (threadIdx.x & 31u));
-        a[s][0] = w.x, a[s][1] = w.y, a[s][2] = w.z, a[s][3] = w.w;
-    }
+    fn_deep_plain(format == FN_FORMAT_F16 || format == FN_FORMAT_BF16, at, stride, n_steps, a);
 }
 
 // d += weights x rows for step `step` (0..3) of the images in shared memory, by mma.sync, for n_tiles of 8 rows.
@@ -274,13 +278,16 @@ template <class Shared> struct FnDeep {
 
   private:
     // Decoded weights of the present block; waits for its stage.
-    FN_DEVICE void decode(const FnDeepWeights& w, u32 n, u32 (&a)[4][4]) {
+    template <bool BF16> FN_DEVICE void decode(const FnDeepWeights& w, u32 n, u32 (&a)[4][4]) {
         u32 format = fn_shfl(w.w.format, 0u), bytes = step_bytes(format), stage = i_block % STAGES;
         u32 warp = threadIdx.x >> 5;
         fn_barrier_wait(&s.full[stage], (i_block / STAGES) & 1u);
         bool exl3 = (format & 255u) == FN_FORMAT_EXL3;
         const u8* at = s.weights[stage] + warp * (exl3 ? bytes : 2048u);
-        fn_deep_operand(format, at, exl3 ? FN_DEEP_WARPS * bytes : 512u, n, a);
+        if constexpr (BF16)
+            fn_deep_plain(true, at, 512u, n, a);
+        else
+            fn_deep_operand(format, at, exl3 ? FN_DEEP_WARPS * bytes : 512u, n, a);
     }
 
     // All products of the present block, asynchronous.
@@ -322,7 +329,7 @@ template <class Shared> struct FnDeep {
                     for (u32 half = 0; half < 2; half++) {
                         if (at >= end) break;
                         u32 n = fn_min_u32((at & ~3u) + 4u, end) - at;
-                        decode(w, n, a[half]);
+                        decode<false>(w, n, a[half]);
                         issue(at & 3u, n, a[half], d);
                         fn_wgmma_wait<1>();
                         if (i_block > first) release(i_block - 1u);
@@ -338,7 +345,7 @@ template <class Shared> struct FnDeep {
 #pragma unroll 1
                 while (at < end) {
                     u32 n = fn_min_u32((at & ~3u) + 4u, end) - at, a[4][4];
-                    decode(w, n, a);
+                    decode<true>(w, n, a);
 #pragma unroll
                     for (u32 i = 0; i < 4; i++)
                         if (i < n)

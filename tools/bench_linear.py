@@ -81,7 +81,13 @@ class Built:
 class Bench:
     """One device, its kernels, and a block of random bytes to fill weights from."""
 
-    def __init__(self, stack: ExitStack, device: str, cold_bytes: int) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        device: str,
+        cold_bytes: int,
+        families: tuple[str, ...] = ("exl3", "moe_gemv"),
+    ) -> None:
         api.ensure(device)
         self.arenas, self.cold_bytes = (
             stack,
@@ -89,7 +95,7 @@ class Bench:
         )  # arenas: closed with it; main gives each shape its own
         self.ctx = stack.enter_context(Context(0, ledger=Ledger()))
         self.stream = stack.enter_context(Stream(self.ctx, "bench"))
-        self.kernels = stack.enter_context(Kernels(self.ctx, ("exl3", "moe_gemv")))
+        self.kernels = stack.enter_context(Kernels(self.ctx, families))
         words = bits(1, "bench", (min(cold_bytes, 8 << 20) // 4,))
         self.block = words.tobytes()
         self.finite = (words & np.uint32(0xBBFFBBFF)).tobytes()  # as f16 and bf16: no infinity, no NaN

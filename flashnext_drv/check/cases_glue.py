@@ -40,7 +40,7 @@ from .operands import (
     within_f16,
 )
 
-__all__ = ["build", "rms_row_v1"]
+__all__ = ["build", "deep_site_up", "rms_row_v1"]
 
 Arrays = dict[str, NDArray[Any]]
 N_ROWS: Final = 16
@@ -228,13 +228,15 @@ def _check_mid(name: str, got: NDArray[Any], part: NDArray[Any], *, silu: bool) 
         near(name, got, want, before)
 
 
-def _site_up(case: Case, seed: int) -> Operands:
+def _site_up(case: Case, seed: int, deep: bool = False) -> Operands:
+    """deep: operands as tile images, for deep_site_up."""
     hidden, rank, order = case.int("hidden"), case.int("rank"), row_order(case)
     n, cap, bf16 = len(order), case.int("rows_cap"), case["dtype"] == "bf16"
-    streams = signed(seed, "streams", (N_ROWS, 4 * hidden), 4.0)
-    rinv = np.abs(signed(seed, "rinv", (N_ROWS, 4), 1.0)) + np.float32(0.25)
+    n_made = max(N_ROWS, n)
+    streams = signed(seed, "streams", (n_made, 4 * hidden), 4.0)
+    rinv = np.abs(signed(seed, "rinv", (n_made, 4), 1.0)) + np.float32(0.25)
     w = signed(seed, "w", (4 * hidden,), 0.5)
-    u = signed(seed, "u", (N_ROWS, rank), 2.0).astype(np.float16)
+    u = signed(seed, "u", (n_made, rank), 2.0).astype(np.float16)
     up = signed(seed, "up", (4 * hidden, rank), 0.25)
     up16 = (up.view(np.uint32) >> 16).astype(np.uint16) if bf16 else up.astype(np.float16).view(np.uint16)
     up64 = ((up16.astype(np.uint32) << 16).view(np.float32) if bf16 else up16.view(np.float16)).astype(
@@ -247,6 +249,7 @@ def _site_up(case: Case, seed: int) -> Operands:
     linear = linear_table(1)
     linear["k"], linear["n"], linear["x_stride"] = rank, 4 * hidden, rank
     linear["leaves"], linear["segments"] = 1, dot_segments(rank, 4 * hidden, 1)
+    linear["tiled"] = int(deep)
     linear["w"]["format"] = FORMAT_BF16 if bf16 else FORMAT_F16
 
     def expect(got: Arrays) -> None:
@@ -277,10 +280,10 @@ def _site_up(case: Case, seed: int) -> Operands:
             "w": w,
             "m": poisoned_rows(cap, hidden),
             "weights": plain_tiles(up16),
-            "u": to_fragment(u_in),
+            "u": to_tiles(u_in) if deep else to_fragment(u_in),
         },
         scalars={"hidden": hidden},
-        grid=(-(-hidden // 16), 1, 1),
+        grid=(hidden // 32, -(-cap // 128), 1) if deep else (-(-hidden // 16), 1, 1),
         relocations=[
             ("linear", field_at(LINEAR, "w", "data"), "weights", 0),
             ("linear", field_at(LINEAR, "x"), "u", 0),
@@ -288,6 +291,11 @@ def _site_up(case: Case, seed: int) -> Operands:
         outputs=("m",),
         expect=expect,
     )
+
+
+def deep_site_up(case: Case, seed: int) -> Operands:
+    """The operands of site_up as deep_site_up takes them."""
+    return _site_up(case, seed, deep=True)
 
 
 _BUILDERS: Final[dict[str, Callable[[Case, int], Operands]]] = {

@@ -1,0 +1,141 @@
+"""Declarations of the deep family: dense products of a prompt chunk, many rows a block.
+
+Kernel sources: cuda_src/deep on cuda_src/deep.cuh.  Operands are tile images (FnLinear.tiled); the experts'
+products are the moe_deep family's.  What must stay true: a row's bytes are those of linear_gemv and
+linear_finish, of site_up, whatever rows stand beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from . import planted_deep as planted
+from .exl3 import PAIRS
+from .limits import limits_of
+from .spec import PTR, U32, Arg, Case, KernelSpec
+
+__all__ = ["DEEP_BLOCK", "DEEP_LINEAR", "DEEP_ROWS", "DEEP_SITE_UP", "KERNELS", "deep_tiles"]
+
+DEEP_ROWS: Final = 128  # of a block's tile
+DEEP_BLOCK: Final = 384
+_TILE: Final = DEEP_ROWS * 132 * 4
+# FnDeepShared<4, 16384>: on sm_90a four stages of rows and weights, the finished tile, barriers; else one of rows
+_SHARED: Final = 16384 + _TILE
+_HOPPER_SHARED: Final = 4 * (16384 + 16384) + _TILE + 64
+
+
+def deep_tiles(n: int) -> int:
+    """Tiles of 128 outputs of a linear with n outputs."""
+    return (n + 127) // 128
+
+
+def _case(name: str, linears: str, rows: int, rows_cap: int, **dims: int | str) -> Case:
+    """linears: as in kernels/exl3.py."""
+    shows = ("integers",) if dims.get("data") == "onehot" else ()
+    return Case(name, {"linears": linears, "rows": rows, "rows_cap": rows_cap, **dims}, shows)
+
+
+def _linear_cases() -> tuple[Case, ...]:
+    rows = (1, 2, 3, 7, 8, 9, 17)
+    cases = [
+        _case(f"{codebook}_{bits:g}", f"{codebook}_{bits:g} 128x128", rows[i % 7], 64)
+        for i, (codebook, bits) in enumerate(PAIRS)
+    ]
+    cases += [
+        _case("onehot", "mul1_3 128x128; mul1_1.5 128x128; mcg_4 128x128; 3inst_7 128x128", 9, 64, data="onehot"),
+        _case("f16", "f16 80x1; f16 48x129; f16 128x48", 3, 64),
+        _case("bf16", "bf16 48x4; bf16 144x20", 10, 64),
+        _case("one_step", "f16 16x33; bf16 16x16", 2, 64),
+        _case("segments", "mul1_3 512x128; f16 1024x4; bf16 512x5", 2, 64),
+        _case("leaves2", "mul1_5 256x128/2; f16 512x48/2", 3, 64),
+        _case("leaves4", "mul1_5 512x128/4", 2, 64),
+        _case("leaves8", "mul1_5 1024x128/8", 1, 64),
+        _case("leaves8_segments2", "mul1_4 4096x128/8", 1, 64),
+        _case("odd_steps", "mul1_5 384x128; mcg_8 896x128", 5, 64),
+        _case("mixed", "mul1_5 256x256; mul1_2.5 256x128; f16 256x48; bf16 256x5; mcg_4 256x128", 3, 64),
+        _case("bias", "mul1_2.5 128x256+bias", 7, 64),
+        _case("rows64", "mul1_3 128x128; f16 64x4", 64, 64),
+        _case("rows65", "mul1_3 128x128; f16 64x4", 65, 128),
+        _case("rows130", "mul1_3 128x128; bf16 64x4", 130, 192),
+        _case("nonfinite", "mul1_3 256x128; f16 128x20; bf16 128x20", 3, 64, data="nonfinite"),
+        _case("nonfinite_scales", "mul1_5 128x128", 4, 64, data="nonfinite_scales"),
+        _case("integers", "f16 1024x20; bf16 512x20", 5, 64, data="integers"),
+        _case("no_rows", "mul1_3 128x128", 0, 64),
+    ]
+    return tuple(cases)
+
+
+_ROUND: Final = Arg("round", PTR, "FnRound", "r")
+
+DEEP_LINEAR: Final = KernelSpec(
+    name="deep_linear",
+    source="deep/deep_linear.cu",
+    order="exl3_dot_v1, plain_dot_v1, part_sum_v1, hadamard",
+    args=(
+        _ROUND,
+        Arg("linears", PTR, "FnLinear[], tiled, first_warp and n_warps in tiles of 128 outputs", "r"),
+        Arg("n_linears", U32, "1.., first_warp rising from 0"),
+    ),
+    grid="total tiles, ceil(rows_cap / 128)",
+    block=DEEP_BLOCK,
+    shared_bytes=_SHARED,
+    hopper_shared_bytes=_HOPPER_SHARED,
+    limits=limits_of("deep_linear"),
+    reference="exl3.Linear.__call__",
+    replaces="linear_finish",
+    rows={"x*": 0, "out*": 0},
+    exempt={"midpoints": "outputs are f32: nothing is rounded to f16"},
+    controls=planted.DEEP_LINEAR,
+    bound="Bytes: ref.orders.mma_chain a unit, segments in rising order, ref.orders.tree, hadamard128, times "
+    "svh, plus bias.  FP64: as linear_gemv a unit, then units + 9 roundings of 2^-24 of the block's sum of "
+    "magnitudes.",
+    cases=_linear_cases(),
+)
+
+
+def _site_case(name: str, rows: int, rows_cap: int, hidden: int, rank: int, dtype: str, **dims: str) -> Case:
+    return Case(
+        name,
+        {"rows": rows, "rows_cap": rows_cap, "hidden": hidden, "rank": rank, "dtype": dtype, **dims},
+    )
+
+
+DEEP_SITE_UP: Final = KernelSpec(
+    name="deep_site_up",
+    source="deep/deep_site_up.cu",
+    order="site_mix_v1",
+    args=(
+        _ROUND,
+        Arg("linear", PTR, "FnLinear: up (k = R, n = 4 hidden), tiled, x = u of site_mid", "r"),
+        Arg("streams", PTR, "(rows_cap, 4 hidden) f32", "r"),
+        Arg("rinv", PTR, "(rows_cap, 4) f32", "r"),
+        Arg("w", PTR, "(4 hidden) f32, norm weight", "r"),
+        Arg("m", PTR, "(rows_cap, hidden) f32", "w"),
+        Arg("hidden", U32, "multiple of 32"),
+    ),
+    grid="hidden / 32, ceil(rows_cap / 128)",
+    block=DEEP_BLOCK,
+    shared_bytes=_SHARED,
+    hopper_shared_bytes=_HOPPER_SHARED,
+    limits=limits_of("deep_site_up"),
+    reference="glue.Site",
+    replaces="site_up_n16",
+    rows={"u": 0, "streams": 0, "rinv": 0, "m": 0},
+    exempt={
+        "integers": "passes through a sigmoid: integers have no exact answer",
+        "midpoints": "outputs are f32: nothing is rounded to f16",
+    },
+    controls=planted.DEEP_SITE_UP,
+    bound="From u and the weights as given: as site_up.",
+    cases=(
+        _site_case("rows1", 1, 64, 128, 16, "f16"),
+        _site_case("rows3", 3, 64, 256, 64, "f16"),
+        _site_case("rows16", 16, 64, 128, 48, "f16"),
+        _site_case("rows70", 70, 128, 128, 32, "f16"),
+        _site_case("bf16", 3, 64, 128, 80, "bf16"),
+        _site_case("segments", 2, 64, 128, 512, "f16"),
+        _site_case("nonfinite", 3, 64, 128, 32, "f16", special="nonfinite"),
+    ),
+)
+
+KERNELS: Final = (DEEP_LINEAR, DEEP_SITE_UP)
