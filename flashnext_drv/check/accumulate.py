@@ -206,6 +206,7 @@ SUMS: Final[dict[str, Sum]] = {
         lambda shape: _squares((shape[0] // 32 + 5) * F32_ULP)(shape),
     ),
     "index_score": Sum("as linear_gemv, 8 steps; 3 additions of heads and the scale", ((128,),), _mma),
+    "index_score_deep": Sum("as index_score", ((128,),), _mma),
     "qsa_attn": Sum(
         "as linear_gemv, 16 steps for a score and 4 for a value; 6 additions of weights",
         ((256,), (64,)),

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ..kernels.attn import SCORE_ROWS
 from ..kernels.spec import Case
 from ..kernels.tables import FORMAT_BF16, FORMAT_F16, LINEAR, WEIGHT, exl3_format
 from ..ref.attn import block_scores, choose_blocks
@@ -190,10 +191,12 @@ def _qsa_prep(case: Case, seed: int) -> Operands:
 
 # ---- index_score
 
-def _index_score(case: Case, seed: int) -> Operands:
+def _index_score(case: Case, seed: int, deep: bool = False) -> Operands:
+    """index_score; with `deep` index_score_deep."""
     budget = case.int("budget")
     pages = Pages(case, seed, 1)
     rows, cap = pages.rows, pages.rows_cap
+    window, first = window_of(case, cap)
     queries = _own(seed, "iq", rows, cap, (4, INDEX_HEAD), 2.0).astype(np.float16)
     exact = case.dims.get("special") == "integers"
     if case.dims.get("special") == "zeros":
@@ -217,26 +220,32 @@ def _index_score(case: Case, seed: int) -> Operands:
             pages.pooled[pages.at[sequence][block // 16], block % 16, 17 + block] = value
         queries[1, 2, 3] = np.nan
     arrays, moves = pages.tables()
-    arrays |= {"iq16": queries, "score": poisoned_rows(cap, max_blocks)}
+    arrays |= {"iq16": queries, "score": poisoned_rows(window, max_blocks)}
 
     def expect(got: Arrays) -> None:
-        for r, (sequence, blocks) in enumerate(used):
+        for r, (sequence, blocks) in list(enumerate(used))[first:first + window]:
+            score = got["score"][r - first]
             keys = pages.pooled[pages.at[sequence][blocks // 16], blocks % 16].astype(np.float64)
             with np.errstate(invalid="ignore"):
                 want = block_scores(queries[r].astype(np.float64), keys)
                 products = keys[:, None, :] * queries[r].astype(np.float64)
             bound = mma_bound(products).sum(axis=1) / np.sqrt(INDEX_HEAD) + 4 * F32_ULP * np.abs(want)
-            near(f"scores of row {r}", got["score"][r, :len(blocks)], want, bound)
+            near(f"scores of row {r}", score[:len(blocks)], want, bound)
             if exact:       # the sum is an integer: one rounding, of the scale
                 whole = np.maximum(products.sum(axis=-1), 0.0).sum(axis=1).astype(np.float32)
-                same_bits(f"scores of row {r} of integers", got["score"][r, :len(blocks)].copy(),
+                same_bits(f"scores of row {r} of integers", score[:len(blocks)].copy(),
                           whole * np.float32(float.fromhex("0x1.6a09e6p-4")))
-            untouched(f"score of row {r} beyond its blocks", got["score"][r, len(blocks):])
-        untouched("score", got["score"][len(rows):])
+            untouched(f"score of row {r} beyond its blocks", score[len(blocks):])
+        untouched("score", got["score"][max(len(rows) - first, 0):])
 
     scalars: dict[str, int | float] = {"index_offset": pages.index_offset, "max_blocks": max_blocks,
-                                       "budget": budget}
-    return Operands(arrays, scalars, (int(case.dims.get("grid", 1)), cap, 1), moves, ("score",), expect)
+                                       "budget": budget, "first_row": first}
+    grid = (int(case.dims.get("grid", 1)), -(-window // SCORE_ROWS) if deep else cap, 1)
+    return Operands(arrays, scalars, grid, moves, ("score",), expect)
+
+
+def _index_score_deep(case: Case, seed: int) -> Operands:
+    return _index_score(case, seed, deep=True)
 
 
 # ---- index_select
@@ -484,5 +493,6 @@ def _check_rotated(name: str, got: NDArray[Any], want: F64Array, bound: F64Array
 
 
 _BUILDERS: Final[dict[str, Callable[[Case, int], Operands]]] = {
-    "qsa_prep": _qsa_prep, "index_score": _index_score, "index_select": _index_select, "qsa_attn": _qsa_attn,
+    "qsa_prep": _qsa_prep, "index_score": _index_score,
+    "index_score_deep": _index_score_deep, "index_select": _index_select, "qsa_attn": _qsa_attn,
     "qsa_merge": _qsa_merge}

@@ -9,7 +9,7 @@ every kernel of a shared order stands in a pair, or its declaration says why not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -80,6 +80,20 @@ def _streams(case: Case, given: Operands, ran: Ran) -> tuple[Operands, Callable[
         arrays, {"hidden": hidden}, (-(-hidden // 256), cap, 1), [], ("streams",), lambda _: None
     )
     return operands, lambda other: [("streams", ran.found["streams"], other.found["streams"])]
+
+
+def _score_rows(case: Case, given: Operands, ran: Ran) -> tuple[Operands, Callable[[Ran], Expected]] | None:
+    """index_score_deep -> index_score on all rows."""
+    cap, first = len(given.arrays["rows"]), int(given.scalars["first_row"])
+    rows = min(int(given.arrays["round"]["n_rows"][0]) - first, len(given.arrays["score"]))
+    arrays = {name: array for name, array in given.arrays.items() if name != "runs"}
+    arrays["score"] = poison((cap, int(given.scalars["max_blocks"])), np.float32)
+    operands = replace(given, arrays=arrays, grid=(1, cap, 1))
+
+    def compared(other: Ran) -> Expected:
+        return [("score", ran.found["score"][:rows], other.found["score"][first : first + rows])]
+
+    return operands, compared
 
 
 def _slots(case: Case, given: Operands, parts: tuple[str, ...]) -> Iterator[tuple[int, int, int, str, int]]:
@@ -190,6 +204,7 @@ PAIRS: Final = (
     Pair("linear_gemv_n8", "linear_gemv_n16", _as_it_is),
     Pair("site_up_n8", "site_up_n16", _as_it_is),
     Pair("site_norm", "stream_add", _streams),
+    Pair("index_score_deep", "index_score", _score_rows),
     Pair("moe_gemv_gu", "linear_gemv_n8", _expert_dots),
     Pair("moe_gemv_down", "linear_gemv_n8", _expert_dots),
     Pair("moe_input", "linear_input", _expert_operands),

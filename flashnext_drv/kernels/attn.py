@@ -18,7 +18,10 @@ from . import planted_attn as planted
 from .limits import limits_of
 from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec
 
-__all__ = ["INDEX_SCORE", "INDEX_SELECT", "KERNELS", "QSA_ATTN", "QSA_MERGE", "QSA_PREP"]
+__all__ = ["INDEX_SCORE", "INDEX_SCORE_DEEP", "INDEX_SELECT", "KERNELS", "QSA_ATTN", "QSA_MERGE", "QSA_PREP",
+           "SCORE_ROWS", "score_grid"]
+
+SCORE_ROWS: Final = 64      # rows of a block of index_score_deep
 
 _ROUND: Final = Arg("round", PTR, "FnRound", "r")
 _RUNS: Final = Arg("runs", PTR, "FnRun[rows_cap]", "r")
@@ -33,6 +36,15 @@ _BUDGET: Final = Arg("budget", U32, "blocks of 4 tokens a row may choose")
 _FIRST_ROW: Final = Arg("first_row", U32, "the row that row 0 of score belongs to")
 _MAX_BLOCKS: Final = Arg("max_blocks", U32, "stride of score: at least the blocks any row sees")
 _MAX_PARTS: Final = Arg("max_parts", U32, "stride of the parts: at least ceil(attended / 64) of any row")
+
+
+def score_grid(window: int, max_blocks: int) -> tuple[int, int]:
+    """Grid of index_score_deep for a window of rows.
+
+    Blocks that share a tile of rows each read its queries, so there are no more of them than fill a device.
+    """
+    tiles = -(-window // SCORE_ROWS)
+    return min(-(-max_blocks // 256), max(8, -(-528 // tiles))), tiles
 
 
 def _span(first: int, last: int, sequence: int = 0) -> str:
@@ -95,8 +107,8 @@ INDEX_SCORE: Final = KernelSpec(
           _MAX_BLOCKS, _BUDGET),
     grid="any, rows_cap", block=128, limits=limits_of("index_score"),
     reference="attn.block_scores", rows=dict.fromkeys(("rows", "iq16", "score"), 0),
-    exempt={"order": "the only kernel of its order",
-            "midpoints": "outputs are f32: nothing is rounded to f16"},
+    exempt={"midpoints": "outputs are f32: nothing is rounded to f16",
+            "order": "index_score_deep, of the same order, is compared with it"},
     controls=planted.INDEX_SCORE,
     bound="A head's dot is a chain of 8 mma steps (cases_attn.mma_bound: each step cuts 17 terms below "
           "2^-25 of the largest and its result below 2^-23; or twice 9 terms below 2^-24); three additions "
@@ -108,6 +120,32 @@ INDEX_SCORE: Final = KernelSpec(
            _case("mixed_budget_16", _each(63, 66, 67, 130, 200), budget=16),
            _case("real_budget", _each(2047, 2049, 2050, 2051, 2060), budget=512, pages="shared"),
            _case("far", _each(262143), budget=512, pages="shared", grid=3),
+           _case("zero_queries", _each(100), special="zeros"),
+           _case("integers", _each(100, 131), special="integers"),
+           _case("nonfinite", _each(100, 131), special="nonfinite")))
+
+INDEX_SCORE_DEEP: Final = KernelSpec(
+    name="index_score_deep", source="attn/index_score_deep.cu", order="index_score_v1",
+    args=(_ROUND, _ROWS, _RUNS, _SLOTS, Arg("iq16", PTR, "(rows_cap, 4, 128) f16", "r"), _INDEX_OFFSET,
+          Arg("score", PTR, "(window, max_blocks) f32, blocks seen only, and only beyond the budget", "w"),
+          _MAX_BLOCKS, _BUDGET, _FIRST_ROW),
+    grid="any, ceil(window / 64); score_grid", block=256, shared_bytes=65792, blocks_per_sm=2,
+    limits=limits_of("index_score_deep"),
+    reference="attn.block_scores", rows=dict.fromkeys(("rows", "iq16", "score"), 0),
+    exempt={"midpoints": "outputs are f32: nothing is rounded to f16"},
+    controls=planted.INDEX_SCORE_DEEP, bound=INDEX_SCORE.bound,
+    cases=(_case("within_budget", _each(31, 34, 2)), _case("one_beyond", _each(35)),
+           _case("edges", _each(31, 35, 36, 38, 63, 67, 71)), _case("one_page", _each(63), budget=2),
+           _case("over_the_budget", _span(28, 44), pages="reversed"),
+           _case("odd_runs", ",".join((_span(36, 38), _span(131, 135, 1), _span(60, 67, 2)))),
+           _case("two_tiles", ",".join((_span(40, 98), _span(46, 55, 1)))),
+           _case("tile_ends_with_a_run", ",".join((_span(36, 99), _span(40, 41, 1)))),
+           _case("sixteen", _each(*range(100, 116)), grid=2),
+           _case("many_pages", _each(2100, 1040, 517), grid=2, pages="shared"),
+           _case("window", _span(36, 109), budget=4, first_row=5, window=64),
+           _case("last_window", ",".join((_span(36, 50), _span(70, 75, 1))), first_row=9, window=64),
+           _case("mixed_budget_16", _each(63, 66, 67, 130, 200), budget=16),
+           _case("far", "0:262142,0:262143", budget=512, pages="shared", grid=8),
            _case("zero_queries", _each(100), special="zeros"),
            _case("integers", _each(100, 131), special="integers"),
            _case("nonfinite", _each(100, 131), special="nonfinite")))
@@ -213,4 +251,4 @@ QSA_MERGE: Final = KernelSpec(
            _case("nonfinite", _each(200, 200, 20), budget=64, dtype="f16", special="nonfinite"),
            _case("far_maxima", _each(255, 254), budget=64, dtype="exl3", special="spread")))
 
-KERNELS: Final = (QSA_PREP, INDEX_SCORE, INDEX_SELECT, QSA_ATTN, QSA_MERGE)
+KERNELS: Final = (QSA_PREP, INDEX_SCORE, INDEX_SCORE_DEEP, INDEX_SELECT, QSA_ATTN, QSA_MERGE)

@@ -64,7 +64,7 @@ def test_case_meets_its_expectation(device: contract.CheckDevice, kernel: str, c
 @pytest.mark.parametrize(("kernel", "name"), [
     ("qsa_prep", "several_sequences"), ("qsa_prep", "far_apart"), ("index_score", "edges"),
     ("index_select", "edges"), ("qsa_attn", "budget_edges"), ("qsa_attn", "grouped_12"), ("qsa_attn", "far"),
-    ("qsa_merge", "grouped_12"), ("qsa_merge", "sixteen")])
+    ("index_score_deep", "odd_runs"), ("qsa_merge", "grouped_12"), ("qsa_merge", "sixteen")])
 def test_row_alone_gives_the_bytes_it_gives_among_others(device: contract.CheckDevice, kernel: str,
                                                          name: str) -> None:
     rows = str(find(kernel, name)["rows"]).split(",")
@@ -77,8 +77,8 @@ def test_row_alone_gives_the_bytes_it_gives_among_others(device: contract.CheckD
             assert raw(a) == raw(b[cut]), f"{output} of row {row}"
 
 
-@pytest.mark.parametrize(("kernel", "name"), [("index_score", "edges"), ("qsa_attn", "budget_16"),
-                                              ("qsa_attn", "run")])
+@pytest.mark.parametrize(("kernel", "name"), [("index_score", "edges"), ("index_score_deep", "odd_runs"),
+                                              ("qsa_attn", "budget_16"), ("qsa_attn", "run")])
 def test_page_layout_does_not_matter(device: contract.CheckDevice, kernel: str, name: str) -> None:
     modes = ("plain", "reversed", "permuted")
     plain, *others = (run(device, kernel, variant(kernel, name, pages=mode)) for mode in modes)
@@ -86,15 +86,16 @@ def test_page_layout_does_not_matter(device: contract.CheckDevice, kernel: str, 
         assert contract.hash_outputs(other) == contract.hash_outputs(plain)
 
 
-def test_launch_width_of_index_score_does_not_matter(device: contract.CheckDevice) -> None:
-    cases = [variant("index_score", "sixteen", grid=grid) for grid in (1, 2, 5)]
-    one, *others = (run(device, "index_score", case) for case in cases)
+@pytest.mark.parametrize(("kernel", "name"), [("index_score", "sixteen"), ("index_score_deep", "many_pages")])
+def test_launch_width_of_scores_does_not_matter(device: contract.CheckDevice, kernel: str, name: str) -> None:
+    cases = [variant(kernel, name, grid=grid) for grid in (1, 2, 5)]
+    one, *others = (run(device, kernel, case) for case in cases)
     for other in others:
         assert contract.hash_outputs(other) == contract.hash_outputs(one)
 
 
 @pytest.mark.parametrize(("kernel", "name"), [("qsa_prep", "over_a_page"), ("index_score", "run"),
-                                              ("index_select", "nan"),
+                                              ("index_score_deep", "two_tiles"), ("index_select", "nan"),
                                               ("qsa_attn", "budget_edges"), ("qsa_merge", "budget_8")])
 def test_order_of_lanes_warps_and_blocks_does_not_matter(device: contract.CheckDevice, kernel: str,
                                                          name: str) -> None:
@@ -110,12 +111,14 @@ def test_order_of_lanes_warps_and_blocks_does_not_matter(device: contract.CheckD
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("name", ["edges", "nonfinite", "real_budget"])
-def test_index_score_has_the_bits_of_its_order(device: contract.CheckDevice, name: str) -> None:
-    case = find("index_score", name)
-    operands, pages = contract.build_operands("index_score", case), attn_pages.Pages(case, 0, 1)
+@pytest.mark.parametrize(("kernel", "name"), [
+    ("index_score", "edges"), ("index_score", "nonfinite"), ("index_score", "real_budget"),
+    ("index_score_deep", "odd_runs"), ("index_score_deep", "nonfinite"), ("index_score_deep", "many_pages")])
+def test_scores_have_the_bits_of_their_order(device: contract.CheckDevice, kernel: str, name: str) -> None:
+    case = find(kernel, name)
+    operands, pages = contract.build_operands(kernel, case), attn_pages.Pages(case, 0, 1)
     memory = pages.like(operands.arrays["kv"], operands.arrays["index"])
-    score = run(device, "index_score", case)["score"]
+    score = run(device, kernel, case)["score"]
     for r, (sequence, position) in enumerate(pages.rows):
         seen = attn_pages.blocks_seen(position)
         if seen <= case.int("budget"):
@@ -223,7 +226,8 @@ def last_score_higher(arrays: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize(("kernel", "name", "plant"), [
     ("qsa_prep", "four_rows", swapped_rope), ("qsa_prep", "first_token", half_queries),
-    ("index_score", "one_beyond", one_key_more), ("index_select", "all_equal", last_score_higher),
+    ("index_score", "one_beyond", one_key_more), ("index_score_deep", "one_beyond", one_key_more),
+    ("index_select", "all_equal", last_score_higher),
     ("qsa_attn", "one", one_key_more), ("qsa_attn", "part_ends", one_less), ("qsa_attn", "budget_16",
                                                                              last_block_first),
     ("qsa_merge", "flagged", no_flag), ("qsa_merge", "plain_f16", rounded_sums)])
