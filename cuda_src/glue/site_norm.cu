@@ -24,19 +24,16 @@ FN_DEVICE float4 added(float4 s, float4 y, float p) {
 
 FN_DEVICE float normed(float s, float w, float rinv) { return fn_mul(fn_mul(s, rinv), fn_add(1.f, w)); }
 
-// Where the block's n16 go: element 0 of the stream, of a row or of a tile image.
-struct Target {
-    u16* at;
-    u32 tiled, row, first, k_blocks;  // first: k of the stream's element 0 in the image
-};
 
-FN_DEVICE void store(const Target& to, u32 i, float4 s, float4 w, float rinv) {
-    float a = normed(s.x, w.x, rinv), b = normed(s.y, w.y, rinv);
-    float v[4] = {a, b, normed(s.z, w.z, rinv), normed(s.w, w.w, rinv)};
-    if (to.tiled) {
-        fn_store_tile4(to.at, to.k_blocks, to.row, to.first + 4u * i, v);
+// n16 of a quad: two neighbouring words, of which the second lies `gap` words further.
+FN_DEVICE void store(u16* to, u32 gap, float4 s, float4 w, float rinv) {
+    u32 low = fn_pack_h2(normed(s.x, w.x, rinv), normed(s.y, w.y, rinv));
+    u32 high = fn_pack_h2(normed(s.z, w.z, rinv), normed(s.w, w.w, rinv));
+    u32* at = reinterpret_cast<u32*>(to);
+    if (gap == 1u) {  // a tile image
+        *reinterpret_cast<uint2*>(at) = make_uint2(low, high);
     } else {
-        fn_store_frag4(to.at, 4u * i, v);
+        at[0] = low, at[gap] = high;
     }
 }
 }  // namespace FN_NAMESPACE
@@ -84,14 +81,17 @@ FN_KERNEL((const FnRound* round, float* streams, const float* y, const float* in
         acc = fn_square4(v, acc);
     }
 
-    Target to{n16 + (tiled ? 0u : base), tiled, row, stream * hidden, hidden >> 4};
+    // The thread's next quad has k + 1024: 16 images of 64 rows x 64 k further, at the same place in them.
+    u32 gap = tiled ? 1u : 2u, step = tiled ? 16u * 4096u : 1024u;
+    u64 place = tiled ? fn_tile_at(hidden >> 4, row, stream * hidden + 4u * t) : base + fn_frag_pos(4u * t);
+    u16* to = n16 + place;
     float r = fn_rms_scale(shared, acc, hidden, eps);
     if (t == 0) rinv[row * 4u + stream] = r;
 #pragma unroll
     for (u32 c = 0; c < KEEP; c++) {
         u32 i = t + 256u * c;
-        if (i < quads) store(to, i, s[c], wk[c], r);
+        if (i < quads) store(to + step * c, gap, s[c], wk[c], r);
     }
     for (u32 i = t + 256u * KEEP; i < quads; i += 256u)
-        store(to, i, fn_ld(s4 + i), fn_ldg(w4 + i), r);
+        store(to + (u64)step * (i >> 8), gap, fn_ld(s4 + i), fn_ldg(w4 + i), r);
 }

@@ -75,7 +75,15 @@ SITE_NORM: Final = (
         "return make_float4(fn_fma(p, y.x, s.x),",
         "return make_float4(fn_add(fn_mul(p, y.x), s.x),",
     ),
-    _one("other_chunk", "layout", _NORM, "to.row, to.first + 4u * i, v);", "0u, to.first + 4u * i, v);"),
+    _one(
+        "other_chunk",
+        "layout",
+        _NORM,
+        "fn_tile_at(hidden >> 4, row,",
+        "fn_tile_at(hidden >> 4, row & ~1u,",
+        "tiled",
+    ),
+    _one("other_image", "layout", _NORM, "16u * 4096u : 1024u", "8u * 4096u : 1024u", "tiled_wide"),
     _one(
         "padding_row",
         "stale",
