@@ -10,14 +10,14 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_ENGINE = ("Engine", "Generation", "Limits", "MemoryReport", "Sampling")
-_ERRORS = ("BuildError", "CapacityError", "CheckpointError", "ContextLost", "ContractError", "DriverError",
-           "DriverMissing", "FlashNextError", "LeakError", "OutOfMemory", "SimError", "UsageError")
+_ENGINE = ("Engine", "Generation", "Limits", "MemoryReport", "Prefill", "Sampling")
+_ERRORS = ("BuildError", "Cancelled", "CapacityError", "CheckpointError", "ContextLost", "ContractError",
+           "DriverError", "DriverMissing", "FlashNextError", "LeakError", "OutOfMemory", "SimError", "UsageError")
 _PUBLIC = {**dict.fromkeys(_ENGINE, ".engine.engine"), **dict.fromkeys(_ERRORS, ".errors")}
 
-__all__ = ["BuildError", "CapacityError", "CheckpointError", "ContextLost", "ContractError", "DriverError",
-           "DriverMissing", "Engine", "FlashNextError", "Generation", "LeakError", "Limits", "MemoryReport",
-           "OutOfMemory", "Sampling", "SimError", "UsageError", "__version__"]
+__all__ = ["BuildError", "Cancelled", "CapacityError", "CheckpointError", "ContextLost", "ContractError",
+           "DriverError", "DriverMissing", "Engine", "FlashNextError", "Generation", "LeakError", "Limits",
+           "MemoryReport", "OutOfMemory", "Prefill", "Sampling", "SimError", "UsageError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@
      +- CheckpointError     a pack that cannot be used as it is
      +- ContractError       a kernel broke its declaration, or arguments do not fit it
      +- CapacityError       a limit that was given is too small for what is asked
+     +- Cancelled           a prompt's caller asked to stop             done_tokens, prompt_tokens
      +- UsageError          a call in the wrong state or with a value outside its documented range
      +- LeakError           something was not closed                   entries
      +- SimError            a finding of the simulator
@@ -23,9 +24,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["BuildError", "CapacityError", "CheckpointError", "ContextLost", "ContractError", "Deadlock",
-           "DriverError", "DriverMissing", "FlashNextError", "LeakError", "OutOfBounds", "OutOfMemory",
-           "PoisonRead", "RaceFound", "SimError", "UsageError", "bytes_text"]
+__all__ = ["BuildError", "Cancelled", "CapacityError", "CheckpointError", "ContextLost", "ContractError",
+           "Deadlock", "DriverError", "DriverMissing", "FlashNextError", "LeakError", "OutOfBounds",
+           "OutOfMemory", "PoisonRead", "RaceFound", "SimError", "UsageError", "bytes_text"]
 
 
 _MOST_SHOWN: Final = 400    # characters of one fact in a message; the field itself stays whole
@@ -120,6 +121,13 @@ class ContractError(FlashNextError):
 
 class CapacityError(FlashNextError):
     """A limit is too small for what is asked; nothing was reserved."""
+
+
+class Cancelled(FlashNextError):
+    """A prompt was stopped between two launches because its caller asked for it.
+
+    Tokens already in the state stay there; the sequence may go on or be closed.
+    """
 
 
 class UsageError(FlashNextError):

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Ids
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,13 @@ from ..lifetime import Owner, Undo
 from ..model.layout import Limits
 from ..model.pack import Pack, PackBase
 from ..model.synth import SynthPack
+from ..state.export import read_state
+from .prefill import Prefill, Prompt, PromptCounters, check_prefill, run_prompts
 from .rank import Progress, Rank
 from .round import Window, run_round
 from .sequence import Sampling, Sequence, checked_ids
 
-__all__ = ["Engine", "Generation", "Limits", "MemoryReport", "Sampling", "token_sha256"]
+__all__ = ["Engine", "Generation", "Limits", "MemoryReport", "Prefill", "Sampling", "token_sha256"]
 
 
 def token_sha256(ids: Ids[int]) -> str:
@@ -49,7 +51,8 @@ class Generation:
     tokens: new ids, a stop id included.  sha256: over prompt and new ids together (`token_sha256`).
     finish: "length" or "stop".  times: seconds of prompt and decode, host clock around the whole phase.
     counters: prompt_tokens, new_tokens, graph_replays and eager_rounds of this request, and graph_failures:
-    graphs switched off in it because a driver call failed.
+    graphs switched off in it because a driver call failed; of the prompt: deep_chunks, deep_rows,
+    batched_rows, serial_rows and deep_refusals (MemoryReport.deep says why).
     """
 
     tokens: list[int]
@@ -67,6 +70,7 @@ class MemoryReport:
     rows: by owner and tier.  total, free: the driver's, free_at_start: before anything of ours but the
     context.
     unexplained: what the driver lost since then and no entry explains.
+    deep: of the deep prompt pass: rows it takes (0: there is none), chunk, refused (why), bytes by span.
     """
 
     rows: list[Row]
@@ -75,6 +79,7 @@ class MemoryReport:
     free_at_start_bytes: int
     unexplained_bytes: int
     graphs: Mapping[str, int] = field(default_factory=dict)
+    deep: Mapping[str, Any] = field(default_factory=dict)
 
     def table(self) -> str:
         """For people: one line an owner, largest first."""
@@ -90,6 +95,12 @@ class MemoryReport:
             f"free at start {bytes_text(self.free_at_start_bytes)}, "
             f"unexplained {bytes_text(self.unexplained_bytes)}"
         )
+        if self.deep.get("spans"):
+            spans = sorted(self.deep["spans"].items(), key=lambda item: -item[1])
+            largest = ", ".join(f"{name} {bytes_text(size)}" for name, size in spans[:6])
+            lines.append(f"deep pass: {self.deep['rows']} rows a chunk; largest spans {largest}")
+        elif self.deep:
+            lines.append(f"deep pass: none; {self.deep['refused'] or 'no prompt has asked for it'}")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -100,6 +111,7 @@ class MemoryReport:
             "free_at_start_bytes": self.free_at_start_bytes,
             "unexplained_bytes": self.unexplained_bytes,
             "graphs": dict(self.graphs),
+            "deep": dict(self.deep),
         }
 
 
@@ -121,6 +133,7 @@ class Engine(Owner):
         self.limits = limits
         self.config = pack.config
         self.ledger = Ledger()
+        self.prompts = PromptCounters()
         self._live: list[Sequence] = []
         started = time.perf_counter()
         pack.check()
@@ -164,20 +177,25 @@ class Engine(Owner):
         sampling: Sampling | None = None,
         stop_ids: Collection[int] | None = None,
         on_token: Callable[[int], None] | None = None,
+        prefill: Prefill | None = None,
     ) -> Generation:
         """Prompt, then draw up to max_new_tokens ids.
 
         stop_ids: ids that end the text, by default the model's end-of-sequence id; () for none.
-        Raises UsageError (ids), CapacityError (does not fit), ContractError (a NaN logit); the engine stays
-        usable.
+        prefill: how the prompt is run; any way gives the same bytes.
+        Raises UsageError (ids, prefill), CapacityError (does not fit), Cancelled (prefill.cancel),
+        ContractError (a NaN logit); the engine stays usable.
         """
         started = time.perf_counter()
         counters = self.rank.graphs.counters
         before = (counters.replays, counters.eager_rounds, counters.failures)
+        prompts = replace(self.prompts)
         tokens: list[int] = []
         first = started
         stops = self._stops(stop_ids)
-        for token in self.stream(ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stops):
+        for token in self.stream(
+            ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stops, prefill=prefill
+        ):
             if not tokens:
                 first = time.perf_counter()
             tokens.append(token)
@@ -197,6 +215,7 @@ class Engine(Owner):
                 "graph_replays": counters.replays - before[0],
                 "eager_rounds": counters.eager_rounds - before[1],
                 "graph_failures": counters.failures - before[2],
+                **self.prompts.since(prompts),
             },
         )
 
@@ -207,6 +226,7 @@ class Engine(Owner):
         max_new_tokens: int,
         sampling: Sampling | None = None,
         stop_ids: Collection[int] | None = None,
+        prefill: Prefill | None = None,
     ) -> Iterator[int]:
         """The ids that `generate` would give, one by one.  Arguments are checked at the call."""
         self.require_open()
@@ -222,12 +242,17 @@ class Engine(Owner):
                 context_tokens=self.limits.context_tokens,
                 do="raise Limits.context_tokens or lower max_new_tokens",
             )
-        return self._stream(prompt, max_new_tokens, sampling, self._stops(stop_ids))
+        how = prefill or Prefill()
+        check_prefill(self.rank, how)
+        return self._stream(prompt, max_new_tokens, sampling, self._stops(stop_ids), how)
 
-    def logits(self, ids: Ids[int], rows: tuple[int, int] | None = None) -> np.ndarray:
+    def logits(
+        self, ids: Ids[int], rows: tuple[int, int] | None = None, *, prefill: Prefill | None = None
+    ) -> np.ndarray:
         """Logits after each token of `ids`: (rows, V) float32.
 
         rows: (first, end) positions to return, by default all.  Positions before `first` skip the head.
+        prefill: how the ids are run; any way gives the same bytes.
         """
         self.require_open()
         prompt = checked_ids(ids, self.config.vocab)
@@ -240,14 +265,41 @@ class Engine(Owner):
         out = np.empty((end - first, self.config.vocab), np.float32)
         with self.sequence() as sequence:
             sequence.extend(prompt[:end])
-            step = self.limits.prompt_rows
-            while sequence.n_done < end:
-                at = sequence.n_done
-                n_rows = min(step, (first if at < first else end) - at)
-                result = run_round(self.rank, [Window(sequence, n_rows, logits=at >= first)])
-                if result.logits is not None:
-                    out[at - first : at - first + n_rows] = result.logits
+
+            def keep(i_id: int, block: np.ndarray) -> None:
+                out[i_id - first : i_id - first + len(block)] = block
+
+            wanted = Prompt(sequence, keep_from=first, keep=keep)
+            run_prompts(self.rank, [wanted], prefill or Prefill(), self.prompts)
         return out
+
+    def prompt(
+        self, sequences: Ids[Sequence], *, draw: bool = False, prefill: Prefill | None = None
+    ) -> list[int]:
+        """Run all pending tokens of live sequences, several in one chunk where they fit.
+
+        sequences: of `sequence`, given tokens by their `extend`, each once.  draw: draw a token after each
+        one's last.  Returns the drawn ids, -1 without draw or for a sequence that had nothing pending.
+        Raises as `generate`; after Cancelled the sequences may go on, after DriverError those that were in
+        the launch can only be closed.
+        """
+        self.require_open()
+        asked = [Prompt(sequence, draw=draw) for sequence in sequences]
+        run_prompts(self.rank, asked, prefill or Prefill(), self.prompts)
+        return [each.token for each in asked]
+
+    def export_state(self, sequence: Sequence) -> dict[str, np.ndarray]:
+        """All bytes that a live sequence carries between its tokens, by name (state/export.py).
+
+        Two sequences of the same tokens have the same bytes, however their prompts were run.
+        """
+        self.require_open()
+        rank = self.rank
+        arrays = read_state(rank.stream, rank.layout, rank.tables, rank.slots, sequence.i_slot,
+                            sequence.position)
+        eos = self.config.eos_id
+        ids = [sequence.token_before(sequence.n_done, distance, eos) for distance in (2, 1)]
+        return arrays | {"ids": np.array(ids, np.int64)}
 
     @contextmanager
     def sequence(self, sampling: Sampling | None = None) -> Iterator[Sequence]:
@@ -264,7 +316,7 @@ class Engine(Owner):
         """Every byte by owner, and what the driver reports."""
         self.require_open()
         ctx, graphs = self.rank.ctx, self.rank.graphs
-        free = ctx.free_bytes()
+        free, deep = ctx.free_bytes(), self.rank.deep
         return MemoryReport(
             self.ledger.table(),
             ctx.facts.total_bytes,
@@ -272,25 +324,36 @@ class Engine(Owner):
             ctx.free_at_start_bytes,
             self.ledger.reconcile(ctx.free_at_start_bytes, free).unexplained_bytes,
             {f"{path}.rows{bucket}": size for (path, bucket), size in graphs.device_bytes.items()},
+            {
+                "rows": 0 if deep is None else deep.layout.rows,
+                "chunk": self.rank.chunk,
+                "refused": self.rank.deep_refused,
+                "spans": {} if deep is None else deep.layout.span_bytes(),
+            },
         )
 
     def _stream(
-        self, prompt: list[int], max_new_tokens: int, sampling: Sampling | None, stops: Collection[int]
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        sampling: Sampling | None,
+        stops: Collection[int],
+        prefill: Prefill,
     ) -> Iterator[int]:
         with self.sequence(sampling) as sequence:
             sequence.extend(prompt)
-            while max_new_tokens > 0:
-                n_rows = min(self.limits.prompt_rows, sequence.n_pending)
-                last = n_rows == sequence.n_pending
-                token = run_round(self.rank, [Window(sequence, n_rows, draw=last)]).tokens[0]
-                if not last:
-                    continue
+            if not max_new_tokens:
+                return
+            asked = Prompt(sequence, draw=True)
+            run_prompts(self.rank, [asked], prefill, self.prompts)
+            token = asked.token
+            while True:
                 yield token
                 max_new_tokens -= 1
-                if token in stops:
+                if token in stops or not max_new_tokens:
                     return
-                if max_new_tokens:
-                    sequence.extend([token])
+                sequence.extend([token])
+                token = run_round(self.rank, [Window(sequence, 1, draw=True)]).tokens[0]
 
     def _stops(self, stop_ids: Collection[int] | None) -> Collection[int]:
         if stop_ids is None:

@@ -6,6 +6,7 @@
      +- tables, pages, slots, work       what rounds read and write
      +- weights, experts                 the pack's bytes
      +- graphs                           hold all of the above
+     +- deep                             the deep prompt pass; may be missing, or come with the first prompt
 
 Made by engine/engine.py; engine/round.py drives it.  What must stay true: a launch's arguments are fixed when
 the rank opens, and every address in them is stable until it closes; a failure at any call while opening gives
@@ -22,10 +23,12 @@ from ..drv.context import Context
 from ..drv.memory import DeviceArena, PinnedArena, Span, copy_async, copy_to_host
 from ..drv.module import Launch
 from ..drv.stream import Event, Stream
+from ..errors import ContextLost, DriverError, bytes_text
 from ..kernels.bind import Kernels
 from ..ledger import Ledger
 from ..lifetime import Owner, Undo
-from ..model.layout import Layout, Limits, Plan, arena_bytes
+from ..model.deep_layout import DeepLayout, deep_layouts
+from ..model.layout import MAX_CHUNK, Layout, Limits, Plan, arena_bytes
 from ..model.pack import PackBase
 from ..model.steps import Step, body_steps, draw_steps, head_steps
 from ..state.experts import ExpertStore, expert_bytes
@@ -34,18 +37,25 @@ from ..state.recurrent import SlotPool
 from ..state.tables import DeviceTables
 from ..state.upload import Uploader
 from ..state.weights import WeightStore, weight_bytes
+from .deep import DeepPass, address_of
 from .graphs import GraphSet
 from .sequence import Sampling, Sequence
 
-__all__ = ["BODY", "TOKEN", "Progress", "Rank", "plan"]
+__all__ = ["BODY", "HEAD", "TOKEN", "Progress", "Rank", "plan"]
 
 BODY = "body"  # state advances, no logits
 TOKEN = "token"  # the same, then head and draws
+HEAD = "head"  # head and draws of rows whose streams, last expert output and inject lie in the scratch
 Progress = Callable[[str, int, int], None]  # what, done, of all; bytes
 
 
-def plan(layout: Layout, pack: PackBase, guard: bool = False) -> Plan:
-    """Bytes by owner of a rank with this layout; nothing is allocated.  guard: with guard zones."""
+def plan(
+    layout: Layout, pack: PackBase, guard: bool = False, deep: DeepLayout | None = None
+) -> Plan:
+    """Bytes by owner of a rank with this layout; nothing is allocated.  guard: with guard zones.
+
+    deep: with the buffers of the deep pass.
+    """
     weights, ngram = weight_bytes(layout, pack)
     n_pages, n_slots = layout.n_pages, layout.limits.sequences
     device = {
@@ -57,6 +67,8 @@ def plan(layout: Layout, pack: PackBase, guard: bool = False) -> Plan:
         "work": arena_bytes(layout.work.values(), guard),
         "tables": layout.table_bytes(),
     }
+    if deep is not None:
+        device["deep"] = deep.size_bytes(guard)
     return Plan(device, {"ngram": ngram})
 
 
@@ -67,6 +79,8 @@ class Rank(Owner):
     anything is allocated when the plan does not fit; OutOfMemory, BuildError and CheckpointError with
     everything given back.
     use_graphs: whether rounds replay graphs, by default Limits.graph; may be changed between rounds.
+    deep: the deep prompt pass, or None.  deep_refused: why there is none ("": there is one, or none was
+    asked for yet).  chunk: most rows of a prompt's segment.
     """
 
     def __init__(
@@ -82,6 +96,8 @@ class Rank(Owner):
         self.layout = Layout(pack.config, limits)
         self.use_graphs = limits.graph
         self.observer: Callable[[Launch], None] | None = None
+        self.deep: DeepPass | None = None
+        self.deep_refused = ""
         self._embed_bf16 = pack.tensor(f"{pack.config.names.embed}.weight").dtype == "BF16"
         self._ngram_bits = {
             i_layer: pack.ngram(i_ple).bits for i_ple, i_layer in enumerate(pack.config.ple_layers)
@@ -99,7 +115,9 @@ class Rank(Owner):
         self._done = undo.enter_context(Event(ctx, "round.done"))
         self.kernels = undo.enter_context(Kernels(ctx))
         planned = plan(layout, pack, guard)
-        planned.require_fits(ctx.free_bytes(), layout.limits)
+        free = ctx.free_bytes()
+        planned.require_fits(free, layout.limits)
+        self._plan_deep(planned.room(free, layout.limits), guard)
         self.tables = undo.enter_context(DeviceTables(ctx, layout))
         self.pages = undo.enter_context(PagePool(ctx, layout, self.tables, guard))
         self.slots = undo.enter_context(SlotPool(ctx, layout, self.tables, guard))
@@ -123,7 +141,68 @@ class Rank(Owner):
                 (self.kernels, self.tables, self.pages, self.slots, self._work, self.weights, self.experts),
             )
         )
+        undo.callback(self._close_deep)
+        if layout.limits.deep == "open":
+            self._make_deep()
         self._warm()
+
+    def _plan_deep(self, room: int, guard: bool) -> None:
+        """Choose the deep pass's layout: the largest that fits into `room` bytes."""
+        limits = self.layout.limits
+        choices = deep_layouts(self.layout)
+        fitting = [deep for deep in choices if deep.size_bytes(guard) <= room]
+        self._deep_layout = fitting[0] if fitting else None
+        self.chunk = limits.chunk or (fitting or choices)[0].rows if choices else limits.chunk or MAX_CHUNK
+        if limits.deep == "off":
+            self.deep_refused = "Limits.deep is off"
+        elif not choices:
+            self.deep_refused = (
+                f"no segment of these limits reaches Limits.deep_rows={limits.deep_rows} rows"
+            )
+        elif not fitting:
+            need = choices[-1].size_bytes(guard)
+            self.deep_refused = (
+                f"the smallest deep buffers take {bytes_text(need)}, the plan leaves {bytes_text(room)}; "
+                "lower Limits.chunk or give more device memory"
+            )
+
+    def want_deep(self) -> DeepPass | None:
+        """The deep pass; with Limits.deep "request" it is made now if it is not there.  None: see
+        deep_refused."""
+        if self.deep is None and self.layout.limits.deep == "request" and self._deep_layout is not None:
+            with self.ctx.active():
+                self._make_deep()
+        return self.deep
+
+    def _make_deep(self) -> None:
+        """Make the deep pass; a driver's refusal leaves `deep_refused`.  Raises ContextLost, or any
+        DriverError that left the context broken."""
+        if self._deep_layout is None:
+            return
+        try:
+            self.deep = DeepPass(
+                self.ctx,
+                self.stream,
+                self.kernels,
+                self._deep_layout,
+                self.tables,
+                self.weights,
+                self._spans,
+                (self.pages, self.slots, self._work, self.experts),
+                embed_bf16=self._embed_bf16,
+                ngram_bits=self._ngram_bits,
+            )
+            self.deep_refused = ""
+        except ContextLost:
+            raise
+        except DriverError as error:
+            if self.ctx.broken:
+                raise
+            self.deep_refused = str(error)
+
+    def _close_deep(self) -> None:
+        if self.deep is not None:
+            self.deep.close()
 
     def _load(self, pack: PackBase, progress: Progress | None, total: int) -> None:
         done = 0
@@ -154,24 +233,23 @@ class Rank(Owner):
 
     def steps(self, path: str) -> list[Step]:
         """The walk of one round as plain data, in the order of `launches`."""
-        steps = list(body_steps(self.layout, self._embed_bf16, self._ngram_bits))
-        return steps + [*head_steps(self.layout), *draw_steps(self.layout)] if path == TOKEN else steps
+        steps = [] if path == HEAD else list(body_steps(self.layout, self._embed_bf16, self._ngram_bits))
+        return steps if path == BODY else [*steps, *head_steps(self.layout), *draw_steps(self.layout)]
 
     def launches(self, path: str, bucket: int) -> list[Launch]:
-        """The launches of one round: path BODY or TOKEN, padded to `bucket` rows."""
+        """The launches of one round: path BODY, TOKEN or HEAD, padded to `bucket` rows."""
         key = (path, bucket)
         if key not in self._launches:
             self._launches[key] = [self._bind(step, bucket) for step in self.steps(path)]
         return self._launches[key]
 
-    def forward(self, bucket: int, head: bool) -> None:
+    def forward(self, path: str, bucket: int) -> None:
         """Publish the tables and run one round on the compute stream; returns before it is done.
 
         Replays the round's graph where graphs are wanted and can be made, else runs its launches; same bytes.
 
         observer, when set, is called after every launch of an eager round, with the launch done.
         """
-        path = TOKEN if head else BODY
         with self.ctx.active():
             launches = self.launches(path, bucket)
             self.tables.publish(self.stream)
@@ -180,7 +258,7 @@ class Rank(Owner):
                 replayed = self.graphs.replay((path, bucket), launches, self.stream)
             if not replayed:
                 self._eager(launches)
-            if head:
+            if path != BODY:
                 size = 4 * bucket
                 copy_async(self.stream, self._draw_span.sub(0, size), self.work["tokens"].sub(0, size), size)
                 copy_async(
@@ -213,7 +291,8 @@ class Rank(Owner):
 
     def guarded_arenas(self) -> tuple[DeviceArena, ...]:
         """The arenas that kernels write, for `check_guards`; they have guard zones in the simulator."""
-        return (self._work, *self.pages.arenas, *self.slots.arenas)
+        deep = () if self.deep is None else (self.deep.arena,)
+        return (self._work, *self.pages.arenas, *self.slots.arenas, *deep)
 
     def open_sequence(self, sampling: Sampling | None = None) -> Sequence:
         """A new sequence with a zeroed slot.  Raises CapacityError when no slot is free."""
@@ -238,16 +317,11 @@ class Rank(Owner):
         args = {
             "round": self._spans["round"],
             **{
-                name: self._address(value) if isinstance(value, str) else value
+                name: address_of(self._spans, value) if isinstance(value, str) else value
                 for name, value in step.args.items()
             },
         }
         return self.kernels.launch(kernel, (grid[0], grid[1], grid[2]), **args)
-
-    def _address(self, name: str) -> Span | int:
-        """ "span" or "span+offset" as an address."""
-        stem, plus, offset = name.partition("+")
-        return self._spans[stem].address + int(offset) if plus else self._spans[stem]
 
     def _release(self) -> None:
         self._undo.close()

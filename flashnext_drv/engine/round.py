@@ -14,10 +14,11 @@ import numpy as np
 
 from ..errors import ContractError, DriverError, UsageError
 from ..model.layout import bucket_of
-from .rank import Rank
+from .rank import BODY, TOKEN, Rank
 from .sequence import Sequence
 
-__all__ = ["EMIT_DRAW", "EMIT_LOGITS", "RoundResult", "Window", "run_round"]
+__all__ = ["EMIT_DRAW", "EMIT_LOGITS", "RoundResult", "Window", "check_windows", "nan_logit", "run_round",
+           "set_sampling"]
 
 EMIT_LOGITS = 1
 EMIT_DRAW = 2
@@ -26,12 +27,13 @@ EMIT_DRAW = 2
 @dataclass(frozen=True)
 class Window:
     """The next n_rows pending tokens of a sequence.  draw: draw a token after its last row.  logits: keep the
-    logits of all its rows."""
+    logits of its rows, but of the first `skip`."""
 
     sequence: Sequence
     n_rows: int = 1
     draw: bool = False
     logits: bool = False
+    skip: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,10 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
     the device are unknown: they take part in no further round and can only be closed.
     """
     n_rows = sum(window.n_rows for window in windows)
-    _check(rank, windows, n_rows)
+    limit = rank.layout.limits.rows
+    if not windows or n_rows > limit:
+        raise UsageError("a round holds 1 row to Limits.rows rows", rows=n_rows, limit=limit)
+    check_windows(windows, rank.layout.config.vocab)
     for window in windows:
         sequence = window.sequence
         rank.pages.reserve(sequence.i_slot, sequence.position + window.n_rows)
@@ -60,7 +65,7 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
     _fill(rank, windows, n_rows, bucket)
     head = any(window.draw or window.logits for window in windows)
     try:
-        rank.forward(bucket, head)
+        rank.forward(TOKEN if head else BODY, bucket)
         for window in windows:
             window.sequence.n_done += window.n_rows
         return _read(rank, windows) if head else RoundResult([-1] * len(windows), None)
@@ -70,10 +75,9 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
         raise
 
 
-def _check(rank: Rank, windows: List[Window], n_rows: int) -> None:
-    limit, vocab = rank.layout.limits.rows, rank.layout.config.vocab
-    if not windows or n_rows > limit:
-        raise UsageError("a round holds 1 row to Limits.rows rows", rows=n_rows, limit=limit)
+def check_windows(windows: List[Window], vocab: int) -> None:
+    """Raises UsageError on a window that cannot run: overlapping, closed, failed, of rows that are not
+    pending or of ids outside the vocabulary."""
     if len({id(window.sequence) for window in windows}) != len(windows):
         raise UsageError("a sequence stands in two windows of one round", windows=len(windows))
     for window in windows:
@@ -87,11 +91,35 @@ def _check(rank: Rank, windows: List[Window], n_rows: int) -> None:
             raise UsageError(
                 "a window holds 1 row to all pending rows", rows=window.n_rows, pending=sequence.n_pending
             )
-        for i_id in range(sequence.n_done, sequence.n_done + window.n_rows):
-            if not 0 <= sequence.ids[i_id] < vocab:  # a kernel would read outside the embedding
-                raise UsageError(
-                    "a token id is outside the vocabulary", index=i_id, id=sequence.ids[i_id], vocab=vocab
-                )
+        if not 0 <= window.skip < window.n_rows:
+            raise UsageError(
+                "a window skips 0 rows to all but one", skip=window.skip, rows=window.n_rows
+            )
+        ids = sequence.next_tokens(window.n_rows, 0)[2:]
+        wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
+        if wrong.size:  # a kernel would read outside the embedding
+            i_id = sequence.n_done + int(wrong[0])
+            raise UsageError(
+                "a token id is outside the vocabulary", index=i_id, id=sequence.ids[i_id], vocab=vocab
+            )
+
+
+def set_sampling(rank: Rank, sequence: Sequence) -> None:
+    """Tell the device's slot how its sequence draws; seen after the next publish."""
+    slot = rank.tables.slots[sequence.i_slot]
+    for name in ("seed", "temperature", "top_p", "min_p", "top_k"):
+        slot[name] = getattr(sequence.sampling, name)
+
+
+def nan_logit(sequence: Sequence, position: int) -> ContractError:
+    """The error of a row that draws from a NaN."""
+    return ContractError(
+        "a logit is NaN",
+        position=position,
+        slot=sequence.i_slot,
+        because="a weight, a scale or a state is not finite",
+        do="verify the pack (inspect --verify) and run flashnext-drv doctor",
+    )
 
 
 def _fill(rank: Rank, windows: List[Window], n_rows: int, bucket: int) -> None:
@@ -102,12 +130,11 @@ def _fill(rank: Rank, windows: List[Window], n_rows: int, bucket: int) -> None:
     for i_run, window in enumerate(windows):
         sequence = window.sequence
         tables.runs[i_run] = (sequence.i_slot, i_row, window.n_rows, sequence.position)
-        slot = tables.slots[sequence.i_slot]
-        for name in ("seed", "temperature", "top_p", "min_p", "top_k"):
-            slot[name] = getattr(sequence.sampling, name)
+        set_sampling(rank, sequence)
         for i_id in range(sequence.n_done, sequence.n_done + window.n_rows):
             last = i_id == sequence.n_done + window.n_rows - 1
-            emit = (EMIT_LOGITS if window.logits else 0) | (EMIT_DRAW if window.draw and last else 0)
+            kept = window.logits and i_id >= sequence.n_done + window.skip
+            emit = (EMIT_LOGITS if kept else 0) | (EMIT_DRAW if window.draw and last else 0)
             tables.rows[i_row] = (
                 sequence.i_slot,
                 i_run,
@@ -129,15 +156,9 @@ def _read(rank: Rank, windows: List[Window]) -> RoundResult:
     for window in windows:
         last = i_row + window.n_rows - 1
         if window.draw and status[last]:
-            raise ContractError(
-                "a logit is NaN",
-                position=window.sequence.position - 1,
-                slot=window.sequence.i_slot,
-                because="a weight, a scale or a state is not finite",
-                do="verify the pack (inspect --verify) and run flashnext-drv doctor",
-            )
+            raise nan_logit(window.sequence, window.sequence.position - 1)
         tokens.append(int(drawn[last]) if window.draw else -1)
         if window.logits:
-            kept.append(rank.read_logits(i_row, window.n_rows))
+            kept.append(rank.read_logits(i_row + window.skip, window.n_rows - window.skip))
         i_row += window.n_rows
     return RoundResult(tokens, np.concatenate(kept) if kept else None)

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import CapacityError, UsageError
 
@@ -89,6 +90,18 @@ class Sequence:
                 do="raise Limits.context_tokens or shorten the prompt or max_new_tokens",
             )
         self.ids.extend(ids)
+
+    def next_tokens(self, n_rows: int, eos: int) -> npt.NDArray[np.int64]:
+        """(2 + n_rows,) int64: the next n_rows pending ids with the two tokens before them in front, oldest
+        first."""
+        first = self.n_done
+        out = np.empty(2 + n_rows, np.int64)
+        out[0], out[1] = self.token_before(first, 2, eos), self.token_before(first, 1, eos)
+        try:
+            out[2:] = np.fromiter(self.ids[first : first + n_rows], np.int64, n_rows)
+        except OverflowError:  # beyond 64 bits: outside every vocabulary
+            out[2:] = [min(max(i, -1), 1 << 62) for i in self.ids[first : first + n_rows]]
+        return out
 
     def token_before(self, i_id: int, distance: int, eos: int) -> int:
         """The token `distance` (1, 2) in front of ids[i_id]; the end-of-sequence id where there is none."""

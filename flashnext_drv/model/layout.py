@@ -20,6 +20,9 @@ from .linears import Group, model_groups
 
 __all__ = [
     "BUCKETS",
+    "DEEP_MODES",
+    "MAX_CHUNK",
+    "Cursor",
     "Layout",
     "Limits",
     "PageGeometry",
@@ -31,6 +34,8 @@ __all__ = [
 ]
 
 BUCKETS = (1, 2, 4, 8, 16)
+MAX_CHUNK = 16384
+DEEP_MODES = ("open", "request", "off")
 ALIGN = 256
 _PAGE_ORDER = re.compile(r"forward|reversed|shuffled:[0-9]{1,18}")
 
@@ -46,6 +51,11 @@ class Limits:
     graph: replay captured graphs in decode.  primary_context: use the device's primary context instead of
     an own one.
     page_order: "forward", "reversed" or "shuffled:<seed>": which physical pages a sequence is given.
+    chunk: most rows of a prompt's segment, 1..16384; 0 = what the memory plan allows (deep_layout.DeepPlan).
+    deep: buffers of the deep prompt pass: "open" reserves them at open, "request" at the first prompt that
+    wants them, "off" never.  Refused buffers change time only.
+    deep_rows: segments of at least so many rows take the deep pass.  Where no segment can hold that many,
+    nothing is reserved.
     """
 
     context_tokens: int = 4096
@@ -57,6 +67,9 @@ class Limits:
     graph: bool = True
     primary_context: bool = False
     page_order: str = "forward"
+    chunk: int = 0
+    deep: str = "off"
+    deep_rows: int = 512
 
     def __post_init__(self) -> None:
         ranges = (
@@ -66,6 +79,8 @@ class Limits:
             ("prompt_rows", 1, 16),
             ("device_bytes", 0, 1 << 50),
             ("reserve_bytes", 0, 1 << 50),
+            ("chunk", 0, MAX_CHUNK),
+            ("deep_rows", 1, 1 << 20),
         )
         for name, low, high in ranges:
             value = getattr(self, name)
@@ -78,6 +93,8 @@ class Limits:
                 rows=self.rows,
                 do="raise rows or lower prompt_rows",
             )
+        if self.deep not in DEEP_MODES:
+            raise UsageError("deep is not known", value=self.deep, do=f"use one of {', '.join(DEEP_MODES)}")
         if not isinstance(self.page_order, str) or not _PAGE_ORDER.fullmatch(self.page_order):
             raise UsageError(
                 "page_order is not known",
@@ -106,7 +123,7 @@ class RecurrentGeometry:
 
     @classmethod
     def of(cls, config: ModelConfig) -> RecurrentGeometry:
-        at = _Cursor()
+        at = Cursor()
         state: dict[int, int] = {}
         tail: dict[int, int] = {}
         for i_layer, kind in enumerate(config.layer_kinds):
@@ -133,7 +150,7 @@ class PageGeometry:
 
     @classmethod
     def of(cls, config: ModelConfig) -> PageGeometry:
-        kv, index = _Cursor(), _Cursor()
+        kv, index = Cursor(), Cursor()
         layers = [i for i, kind in enumerate(config.layer_kinds) if kind == "qsa"]
         kv_bytes = 2 * t.PAGE_TOKENS * config.n_kv_heads * config.head_dim * 2
         index_bytes = (t.PAGE_TOKENS + t.PAGE_TOKENS // config.index_ratio) * config.index_dim * 2
@@ -152,10 +169,18 @@ class Plan:
     device: Mapping[str, int]
     pinned: Mapping[str, int]
 
+    def room(self, free_bytes: int, limits: Limits) -> int:
+        """Device bytes that the limits leave beside this plan; below 0 when it does not fit.
+
+        free_bytes: free before any of the plan was allocated.
+        """
+        allowed = limits.device_bytes or max(free_bytes - limits.reserve_bytes, 0)
+        return allowed - sum(self.device.values())
+
     def require_fits(self, free_bytes: int, limits: Limits) -> None:
         """Raises CapacityError naming the largest owner when the device part does not fit."""
         need = sum(self.device.values())
-        allowed = limits.device_bytes or max(free_bytes - limits.reserve_bytes, 0)
+        allowed = self.room(free_bytes, limits) + need
         if need > allowed:
             largest = max(self.device, key=lambda owner: self.device[owner])
             given = (
@@ -252,7 +277,7 @@ class Layout:
     def member_offsets(self, name: str) -> tuple[list[int], list[int], list[int]]:
         """(x, part, out) byte offsets of a group's members in the scratch spans x, part and out."""
         rows, group = self.rows_cap, self.groups[name]
-        at_x, at_part, at_out = _Cursor(), _Cursor(), _Cursor()
+        at_x, at_part, at_out = Cursor(), Cursor(), Cursor()
         x: list[int] = []
         part: list[int] = []
         out: list[int] = []
@@ -264,7 +289,7 @@ class Layout:
 
     def table_bytes(self) -> int:
         """The tables arena: round rows, slots and pages, linear descriptors, expert lines."""
-        at = _Cursor()
+        at = Cursor()
         at.take(
             t.ROUND.itemsize
             + self.rows_cap * (t.ROW.itemsize + t.RUN.itemsize)
@@ -332,7 +357,7 @@ def arena_bytes(sizes: Iterable[int], guard: bool = False) -> int:
     return max(sum(aligned(size + (ALIGN if guard else 0)) for size in sizes), ALIGN)
 
 
-class _Cursor:
+class Cursor:
     """Hands out consecutive offsets, each a multiple of ALIGN."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ..kernels.tables import FORMAT_BF16, FORMAT_F16
 from .layout import Layout
 
-__all__ = ["Step", "body_steps", "draw_steps", "head_steps"]
+__all__ = ["Step", "Value", "body_steps", "draw_steps", "head_steps"]
 
 Value = str | int | float
 

@@ -20,8 +20,9 @@ from ..drv.stream import Stream
 from ..kernels import tables as t
 from ..kernels.exl3 import fragment_order_weights
 from ..lifetime import Owner, Undo
+from ..model.deep_layout import DeepLayout, deep_operands, deep_tiles
 from ..model.layout import Layout, aligned, arena_bytes
-from ..model.linears import Member
+from ..model.linears import Group, Member
 from ..model.pack import PackBase
 from ..model.weight import LinearInfo
 from .tables import DeviceTables
@@ -87,19 +88,49 @@ class WeightStore(Owner):
         """Store the FnLinear rows of every group as table `<group>.linears`.  work: the scratch spans."""
         layout = self._layout
         for name, group in layout.groups.items():
-            rows = np.zeros(len(group.members), t.LINEAR)
-            offsets = layout.member_offsets(name)
+            rows = self._linear_rows(group)
             first_warp = 0
-            for row, member, x, part, out in zip(rows, group.members, *offsets, strict=True):
-                row["w"] = self.weight_row(self._pack.linear(member.prefix))
+            for row, member, x, part, out in zip(
+                rows, group.members, *layout.member_offsets(name), strict=True
+            ):
                 row["x"] = work[group.x].address + (x if group.x == "x" else 0)
                 row["part"] = work["part"].address + part
                 row["out"] = work[group.out].address + (out if group.out == "out" else 0) if group.out else 0
-                row["k"], row["n"], row["x_stride"] = member.k, member.n, member.k
-                row["leaves"], row["segments"] = member.leaves, member.segments
+                row["x_stride"] = member.k
                 row["first_warp"], row["n_warps"] = first_warp, member.n_warps
                 first_warp += member.n_warps
             tables.store(stream, f"{name}.linears", rows)
+
+    def describe_deep(
+        self, deep: DeepLayout, spans: Mapping[str, Span]
+    ) -> dict[str, npt.NDArray[np.void]]:
+        """The FnLinear rows of every group of the deep pass: operands as tile images, finished outputs.
+
+        spans: of the arena "deep".
+        """
+        found = {}
+        for name in deep.linears:
+            group = self._layout.groups[name]
+            rows = self._linear_rows(group)
+            x_span, out_span = deep_operands(group)
+            first_tile = 0
+            for row, member, x, out in zip(rows, group.members, *deep.member_offsets(name), strict=True):
+                row["x"] = spans[x_span].address + (x if x_span == "d_x" else 0)
+                row["out"] = spans[out_span].address + (out if out_span == "d_out" else 0) if out_span else 0
+                row["tiled"] = 1
+                row["first_warp"], row["n_warps"] = first_tile, deep_tiles(member)
+                first_tile += deep_tiles(member)
+            found[name] = rows
+        return found
+
+    def _linear_rows(self, group: Group) -> npt.NDArray[np.void]:
+        """What both passes' descriptors of a group share: weights, sizes and the units of the sums."""
+        rows = np.zeros(len(group.members), t.LINEAR)
+        for row, member in zip(rows, group.members, strict=True):
+            row["w"] = self.weight_row(self._pack.linear(member.prefix))
+            row["k"], row["n"] = member.k, member.n
+            row["leaves"], row["segments"] = member.leaves, member.segments
+        return rows
 
     def weight_row(self, info: LinearInfo) -> npt.NDArray[np.void]:
         """The FnWeight of a dense linear placed here."""

@@ -11,9 +11,9 @@ import pytest
 import flashnext_drv
 
 PACKAGE = Path(flashnext_drv.__file__).resolve().parent
-PINNED = ["BuildError", "CapacityError", "CheckpointError", "ContextLost", "ContractError", "DriverError",
-          "DriverMissing", "Engine", "FlashNextError", "Generation", "LeakError", "Limits", "MemoryReport",
-          "OutOfMemory", "Sampling", "SimError", "UsageError", "__version__"]
+PINNED = ["BuildError", "Cancelled", "CapacityError", "CheckpointError", "ContextLost", "ContractError",
+          "DriverError", "DriverMissing", "Engine", "FlashNextError", "Generation", "LeakError", "Limits",
+          "MemoryReport", "OutOfMemory", "Prefill", "Sampling", "SimError", "UsageError", "__version__"]
 
 
 def modules() -> list[str]:
