@@ -63,7 +63,7 @@ FN_DEVICE void fn_deep_decode(const u8* tile, u32 stride, u32 n_steps, u32 (&a)[
     for (u32 s = 0; s < 4; s++) {
         if (s >= n_steps) return;
         u32 words[FnRing<W2>::kLoads], state[8];
-        ring.load(tile + s * stride, words);
+        ring.load_any(tile + s * stride, words);
         ring.states(words, state);
         a[s][0] = fn_codebook2<CODEBOOK>(state[0], state[1]);
         a[s][1] = fn_codebook2<CODEBOOK>(state[4], state[5]);

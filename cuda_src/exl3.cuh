@@ -254,6 +254,11 @@ template <u32 W2> struct FnRing {
             w[1] = fn_ldg(reinterpret_cast<const u32*>(kTwoOffsets ? tile + low - 4 : tile + middle));
         w[kLoads - 1] = fn_ldg(reinterpret_cast<const u32*>(tile + high));
     }
+    FN_DEVICE void load_any(const u8* tile, u32 (&w)[kLoads]) const {  // from memory of any kind
+        w[0] = fn_ld(reinterpret_cast<const u32*>(tile + low));
+        if (kLoads == 3) w[1] = fn_ld(reinterpret_cast<const u32*>(kTwoOffsets ? tile + low - 4 : tile + middle));
+        w[kLoads - 1] = fn_ld(reinterpret_cast<const u32*>(tile + high));
+    }
     template <u32 OFFSET> static FN_DEVICE u32 window(const u32 (&v)[3]) {
         constexpr u32 q = OFFSET / 32, r = OFFSET % 32;
         if (r == 0) return v[q] & 0xffffu;
