@@ -22,6 +22,8 @@ from ..kernels.tables import LINE, LINEAR
 from .contract import CheckDevice, Operands, Ran, launch_case, poison
 from .mates import planes
 from .operands import field_at, round_table
+from .pairs_moe_deep import turned_input, turned_sum
+from .pairs_ple import after_conv, after_gate, as_mix
 
 __all__ = ["PAIRS", "Pair", "check_pairs"]
 
@@ -32,18 +34,23 @@ Expected = list[tuple[str, NDArray[Any], NDArray[Any]]]  # name, by the first ke
 @dataclass(frozen=True)
 class Pair:
     """`kernel` and `other` agree.  turn: from the first's case, operands and run, the other's operands and
-    what to compare; None where the other does not accept the case."""
+    what to compare; None where the other does not accept the case.  then: kernels that follow the first, each
+    with operands made of the case's and of the run before it; `turn` is given the last run."""
 
     kernel: str
     other: str
     turn: Callable[[Case, Operands, Ran], tuple[Operands, Callable[[Ran], Expected]] | None]
+    then: tuple[tuple[str, Callable[[Operands, Ran], Operands]], ...] = ()
 
 
 def check_pairs(device: CheckDevice, spec: KernelSpec, case: Case, given: Operands, ran: Ran) -> str:
     """Run every partner of the kernel; "" when it has none for this case.  AssertionError on other bytes."""
     said = []
     for pair in _pairs_of(spec):
-        turned = pair.turn(case, given, ran)
+        last = ran
+        for name, following in pair.then:
+            last = launch_case(device, catalog.spec(name), following(given, last))
+        turned = pair.turn(case, given, last)
         if turned is None:
             continue
         operands, compared = turned
@@ -208,4 +215,7 @@ PAIRS: Final = (
     Pair("moe_gemv_gu", "linear_gemv_n8", _expert_dots),
     Pair("moe_gemv_down", "linear_gemv_n8", _expert_dots),
     Pair("moe_input", "linear_input", _expert_operands),
+    Pair("ple_gate", "ple_mix", as_mix, (("ple_conv", after_gate), ("ple_tail", after_conv))),
+    Pair("moe_deep_input", "moe_input", turned_input),
+    Pair("moe_deep_sum", "moe_sum", turned_sum),
 )

@@ -1,0 +1,231 @@
+"""Planted controls of the moe_deep family: what the check must report as wrong.
+
+Read by the declarations; made by kernels/planting.py, run by check/controls.py.  An edit's old text stands
+exactly once in its file: a changed kernel takes its controls along.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .spec import Control, Edit
+
+__all__ = ["MOE_DEEP_INPUT", "MOE_DEEP_SUM", "MOE_PLAN_COUNT", "MOE_PLAN_PLACE", "MOE_PLAN_SCAN"]
+
+_COUNT: Final = "moe/moe_plan_count.cu"
+_SCAN: Final = "moe/moe_plan_scan.cu"
+_PLACE: Final = "moe/moe_plan_place.cu"
+_ROWS4: Final = "moe/rows4.cuh"
+_INPUT: Final = "moe/moe_deep_input.cu"
+_SUM: Final = "moe/moe_deep_sum.cu"
+
+
+def _one(name: str, kind: str, file: str, old: str, new: str, *cases: str) -> Control:
+    return Control(name, kind, (Edit(file, old, new),), cases)
+
+
+MOE_PLAN_COUNT: Final = (
+    _one(
+        "shared_left_out",
+        "leaf",
+        _COUNT,
+        "e <= n_experts; e += FN_THREADS) counts[e] = s.n[e];",
+        "e < n_experts; e += FN_THREADS) counts[e] = s.n[e];",
+    ),
+    _one("padding_rows", "stale", _COUNT, "fn_min_u32(n_rows - first, ROWS)", "ROWS", "three_rows"),
+    _one("last_slot", "tail", _COUNT, "i < live * n_slots;", "i + 1u < live * n_slots;"),
+    _one(
+        "blocks_without_rows",
+        "tail",
+        _COUNT,
+        "    counts += (u64)",
+        "    if (!live) return;\n    counts += (u64)",
+        "one_row",
+        "no_rows",
+    ),
+)
+
+MOE_PLAN_SCAN: Final = (
+    _one("by_32", "layout", _SCAN, "(n + 63u) & ~63u", "(n + 31u) & ~31u"),
+    _one(
+        "last_block",
+        "tail",
+        _SCAN,
+        "(fn_ld(&round->n_rows) + 127u) / 128u",
+        "fn_ld(&round->n_rows) / 128u",
+        "edges",
+        "three_blocks",
+    ),
+    _one("whole_tiles", "tail", _SCAN, "fn_min_u32(n - 128u * i, 128u)", "128u"),
+    _one("turns_apart", "index", _SCAN, "tile += fn_shfl(tiles_before, 31u);", "", "most_experts"),
+    _one(
+        "warps_apart",
+        "leaf",
+        _SCAN,
+        "my_tile += tile - pieces + (warp ? tiles_skipped : 0u);",
+        "my_tile += tile - pieces;",
+        "published",
+    ),
+    Control(
+        "barrier",
+        "barrier",
+        (
+            Edit(
+                _SCAN,
+                "    __syncthreads();\n        u32 before = ",
+                "    u32 before = ",
+            ),
+            Edit(
+                _SCAN,
+                "        if (lane == 31u) {\n",
+                "        if (warp == 1u) fn_delay();\n        if (lane == 31u) {\n",
+            ),
+        ),
+        cases=("published",),
+    ),
+)
+
+MOE_PLAN_PLACE: Final = (
+    _one(
+        "falling_rows",
+        "order",
+        _PLACE,
+        "& ((1u << (row & 31u)) - 1u)",
+        "& ~((2u << (row & 31u)) - 1u)",
+        "edges",
+        "three_rows",
+    ),
+    _one("itself_too", "tail", _PLACE, "((1u << (row & 31u)) - 1u)", "((2u << (row & 31u)) - 1u)"),
+    _one("first_word", "leaf", _PLACE, "w < row >> 5; w++", "w + 1u < row >> 5; w++", "edges"),
+    _one("padding_rows", "stale", _PLACE, "fn_min_u32(n_rows - first, ROWS)", "ROWS", "whole_block", "edges"),
+    _one(
+        "other_block",
+        "index",
+        _PLACE,
+        "starts += (u64)blockIdx.x *",
+        "starts += 0u *",
+        "edges",
+        "three_blocks",
+    ),
+    Control(
+        "barrier",
+        "barrier",
+        (
+            Edit(_PLACE, "    __syncthreads();\n    starts +=", "    starts +="),
+            Edit(
+                _PLACE,
+                "    u32 n = fn_min_u32(",
+                "    if (threadIdx.x < 32u) fn_delay();\n    u32 n = fn_min_u32(",
+            ),
+        ),
+        cases=("edges", "published"),
+    ),
+)
+
+MOE_DEEP_INPUT: Final = (
+    _one(
+        "bits_5_and_6",
+        "order",
+        _ROWS4,
+        "    fn_rows4_stage<4>(v);\n    fn_rows4_stage<8>(v);\n",
+        "    fn_rows4_stage<8>(v);\n    fn_rows4_stage<4>(v);\n",
+    ),
+    _one("unscaled", "scale", _ROWS4, "v[i] = fn_mul(v[i], 0.088388347648f);", "v[i] = fn_mul(v[i], 1.f);"),
+    _one(
+        "two_roundings",
+        "contraction",
+        _ROWS4,
+        "fn_store_tile4(x, k_blocks, row, 128u * block + fn_rows4_at(j), h);",
+        "for (u32 i = 0; i < 4; i++) h[i] = fn_fma(h[i], 1.000001f, 0.f);\n        "
+        "fn_store_tile4(x, k_blocks, row, 128u * block + fn_rows4_at(j), h);",
+    ),
+    _one(
+        "other_projection",
+        "index",
+        _INPUT,
+        "(line.up.suh) + 128u * block, up);",
+        "(line.gate.suh) + 128u * block, up);",
+    ),
+    _one("padding_positions", "tail", _INPUT, "        if (i < tile.n_rows) {\n", "        {\n"),
+    _one(
+        "row_f16",
+        "rounding",
+        _INPUT,
+        "v[k] = fn_mul(v[k], gate[k]);",
+        "v[k] = fn_mul(fn_h2f(fn_f2h(v[k])), gate[k]);",
+    ),
+    _one(
+        "unsorted",
+        "stale",
+        _INPUT,
+        "fn_ldg(pair_of + tile.first + threadIdx.x) / n_slots",
+        "(tile.first + threadIdx.x) / n_slots % fn_ld(&round->n_rows)",
+        "edges",
+    ),
+    Control(
+        "barrier",
+        "barrier",
+        (
+            Edit(_INPUT, "    __syncthreads();\n#pragma unroll 1\n", "#pragma unroll 1\n"),
+            Edit(
+                _INPUT,
+                "    if (threadIdx.x < 128u)  //",
+                "    if (threadIdx.x < 128u) fn_delay();\n    if (threadIdx.x < 128u)  //",
+            ),
+        ),
+        cases=("edges",),
+    ),
+)
+
+MOE_DEEP_SUM: Final = (
+    _one(
+        "leaves_in_order",
+        "order",
+        _SUM,
+        "fn_add(fn_add(acc[0][i], acc[1][i]), fn_add(acc[2][i], acc[3][i]));",
+        "fn_add(fn_add(fn_add(acc[0][i], acc[1][i]), acc[2][i]), acc[3][i]);",
+    ),
+    _one("last_leaf", "leaf", _SUM, "fn_add(acc[6][i], acc[7][i])", "acc[6][i]"),
+    _one(
+        "split",
+        "contraction",
+        _SUM,
+        "acc[j][i] = fn_fma(weight, x[i], acc[j][i]);",
+        "acc[j][i] = fn_add(fn_mul(weight, x[i]), acc[j][i]);",
+    ),
+    _one("last_slot", "tail", _SUM, "if (first + b >= n) break;", "if (first + b + 1u >= n) break;"),
+    _one(
+        "slot_by_slot",
+        "index",
+        _SUM,
+        "s.at[threadIdx.x] = fn_ldg(pair_at + row * n_slots + threadIdx.x);",
+        "s.at[threadIdx.x] = row * n_slots + threadIdx.x;",
+    ),
+    _one(
+        "padding_row",
+        "stale",
+        _SUM,
+        "if (row >= fn_ld(&round->n_rows)) return;",
+        "if (row > fn_ld(&round->n_rows)) return;",
+    ),
+    _one(
+        "shared_f16",
+        "rounding",
+        _SUM,
+        "sum[i] = fn_fma(s.weight[n], x[i], t);",
+        "sum[i] = fn_fma(fn_h2f(fn_f2h(s.weight[n])), x[i], t);",
+    ),
+    Control(
+        "barrier",
+        "barrier",
+        (
+            Edit(_SUM, "    __syncthreads();\n    if (c >= hidden) return;", "    if (c >= hidden) return;"),
+            Edit(
+                _SUM,
+                "    if (threadIdx.x < n_slots) {\n",
+                "    if (threadIdx.x < 32u) fn_delay();\n    if (threadIdx.x < n_slots) {\n",
+            ),
+        ),
+        cases=("published", "widest"),
+    ),
+)
