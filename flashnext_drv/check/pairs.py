@@ -1,20 +1,22 @@
 """Kernels that must agree in bytes: those of one order wherever both accept the operands, and a kernel with
-the one it replaces.
+the one, or the several in turn, that it replaces.
 
-Owns: which pairs there are, and how the operands of one become those of the other.  Called by stages.py on
-the cases of the first of a pair; a kernel in `replaces` runs on the same operands.  What must stay true:
-every kernel of a shared order stands in a pair, or its declaration says why not.
+Owns: which pairs there are, and how the operands of one become those of the other; for prompt kernels
+pairs_<family>.py say that.  Called by stages.py on the cases of the first of a pair.  What must stay true:
+every kernel of a shared order stands in a pair, or its declaration says why not; one that replaces another
+has a pair that ends with it, or takes the same operands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ContractError
 from ..kernels import catalog
 from ..kernels.exl3 import dot_segments
 from ..kernels.spec import Case, KernelSpec
@@ -22,62 +24,57 @@ from ..kernels.tables import LINE, LINEAR
 from .contract import CheckDevice, Operands, Ran, launch_case, poison
 from .mates import planes
 from .operands import field_at, round_table
+from .pairing import Expected, Pair, Then, Turned, as_it_is, same_operands
+from .pairs_deep import PAIRS as DEEP
 from .pairs_moe_deep import turned_input, turned_sum
 from .pairs_ple import after_conv, after_gate, as_mix
 
-__all__ = ["PAIRS", "Pair", "check_pairs"]
+__all__ = ["PAIRS", "check_pairs", "pairs_of"]
 
 _MOST_LINEARS: Final = 96
-Expected = list[tuple[str, NDArray[Any], NDArray[Any]]]  # name, by the first kernel, by the other
-
-
-@dataclass(frozen=True)
-class Pair:
-    """`kernel` and `other` agree.  turn: from the first's case, operands and run, the other's operands and
-    what to compare; None where the other does not accept the case.  then: kernels that follow the first, each
-    with operands made of the case's and of the run before it; `turn` is given the last run."""
-
-    kernel: str
-    other: str
-    turn: Callable[[Case, Operands, Ran], tuple[Operands, Callable[[Ran], Expected]] | None]
-    then: tuple[tuple[str, Callable[[Operands, Ran], Operands]], ...] = ()
 
 
 def check_pairs(device: CheckDevice, spec: KernelSpec, case: Case, given: Operands, ran: Ran) -> str:
     """Run every partner of the kernel; "" when it has none for this case.  AssertionError on other bytes."""
     said = []
-    for pair in _pairs_of(spec):
-        last = ran
-        for name, following in pair.then:
-            last = launch_case(device, catalog.spec(name), following(given, last))
-        turned = pair.turn(case, given, last)
+    for pair in pairs_of(spec):
+        turned = pair.turn(case, given, _onward(device, pair.more, given, ran))
         if turned is None:
             continue
         operands, compared = turned
-        other = launch_case(device, catalog.spec(pair.other), operands)
+        other = _onward(device, pair.then, operands, launch_case(device, catalog.spec(pair.other), operands))
         for name, mine, theirs in compared(other):
             for a, b in zip(planes(mine), planes(theirs), strict=True):
-                assert a.shape == b.shape, f"{name}: {a.shape} here, {b.shape} in {pair.other}"
+                assert a.shape == b.shape, f"{name}: {a.shape} here, {b.shape} in {pair}"
                 differ = a != b
                 assert not differ.any(), (
                     f"{name}: {int(differ.sum())} of {a.size} elements differ from those of "
-                    f"{pair.other}, first at {tuple(int(i) for i in np.argwhere(differ)[0])}"
+                    f"{pair}, first at {tuple(int(i) for i in np.argwhere(differ)[0])}"
                 )
-        said.append(pair.other)
+        said.append(str(pair))
     return f"bytes of {', '.join(said)}" if said else ""
 
 
-def _pairs_of(spec: KernelSpec) -> Iterator[Pair]:
-    yield from (pair for pair in PAIRS if pair.kernel == spec.name)
-    if spec.replaces:
-        yield Pair(spec.name, spec.replaces, _as_it_is)
+def _onward(device: CheckDevice, kernels: tuple[Then, ...], first: Operands, ran: Ran) -> Ran:
+    for one in kernels:
+        ran = launch_case(device, catalog.spec(one.kernel), one.operands(first, ran))
+    return ran
 
 
-def _as_it_is(case: Case, given: Operands, ran: Ran) -> tuple[Operands, Callable[[Ran], Expected]] | None:
-    return given, lambda other: [(name, ran.found[name], other.found[name]) for name in ran.names]
+def pairs_of(spec: KernelSpec) -> tuple[Pair, ...]:
+    """Every pair whose first kernel is this one.  Raises ContractError when it replaces a kernel that no pair
+    ends with and that takes other operands."""
+    found = tuple(pair for pair in PAIRS if pair.kernel == spec.name)
+    if not spec.replaces or spec.replaces in {pair.last for pair in found}:
+        return found
+    if not same_operands(spec, catalog.spec(spec.replaces)):
+        raise ContractError(f"kernel {spec.name} is compared with none that it replaces",
+                            because=f"{spec.replaces} takes other operands, and no pair ends with it",
+                            do="add a Pair to check/pairs.py")
+    return (*found, Pair(spec.name, spec.replaces, as_it_is))
 
 
-def _streams(case: Case, given: Operands, ran: Ran) -> tuple[Operands, Callable[[Ran], Expected]] | None:
+def _streams(case: Case, given: Operands, ran: Ran) -> Turned:
     """site_norm with add -> stream_add."""
     if not case.int("add"):
         return None
@@ -89,7 +86,7 @@ def _streams(case: Case, given: Operands, ran: Ran) -> tuple[Operands, Callable[
     return operands, lambda other: [("streams", ran.found["streams"], other.found["streams"])]
 
 
-def _score_rows(case: Case, given: Operands, ran: Ran) -> tuple[Operands, Callable[[Ran], Expected]] | None:
+def _score_rows(case: Case, given: Operands, ran: Ran) -> Turned:
     """index_score_deep -> index_score on all rows."""
     cap, first = len(given.arrays["rows"]), int(given.scalars["first_row"])
     rows = min(int(given.arrays["round"]["n_rows"][0]) - first, len(given.arrays["score"]))
@@ -120,7 +117,7 @@ def _target(given: Operands, expert: int, *path: str) -> tuple[str, int]:
     )
 
 
-def _expert_dots(case: Case, given: Operands, ran: Ran) -> tuple[Operands, Callable[[Ran], Expected]] | None:
+def _expert_dots(case: Case, given: Operands, ran: Ran) -> Turned:
     """moe_gemv_gu, moe_gemv_down -> linear_gemv_n8: every (row, slot, projection) as a linear of one row."""
     parts = ("gate", "up") if given.arrays["x"].shape[2] == 2 else ("down",)
     dots = list(_slots(case, given, parts))
@@ -164,9 +161,7 @@ def _expert_dots(case: Case, given: Operands, ran: Ran) -> tuple[Operands, Calla
     return operands, compared
 
 
-def _expert_operands(
-    case: Case, given: Operands, ran: Ran
-) -> tuple[Operands, Callable[[Ran], Expected]] | None:
+def _expert_operands(case: Case, given: Operands, ran: Ran) -> Turned:
     """moe_input -> linear_input: every (row, slot, projection) as a linear of that row alone."""
     dots = list(_slots(case, given, ("gate", "up")))
     hidden = int(given.scalars["hidden"])
@@ -208,14 +203,15 @@ def _expert_operands(
 
 
 PAIRS: Final = (
-    Pair("linear_gemv_n8", "linear_gemv_n16", _as_it_is),
-    Pair("site_up_n8", "site_up_n16", _as_it_is),
+    Pair("linear_gemv_n8", "linear_gemv_n16", as_it_is),
+    Pair("site_up_n8", "site_up_n16", as_it_is),
     Pair("site_norm", "stream_add", _streams),
     Pair("index_score_deep", "index_score", _score_rows),
     Pair("moe_gemv_gu", "linear_gemv_n8", _expert_dots),
     Pair("moe_gemv_down", "linear_gemv_n8", _expert_dots),
     Pair("moe_input", "linear_input", _expert_operands),
-    Pair("ple_gate", "ple_mix", as_mix, (("ple_conv", after_gate), ("ple_tail", after_conv))),
+    *DEEP,
+    Pair("ple_gate", "ple_mix", as_mix, more=(Then("ple_conv", after_gate), Then("ple_tail", after_conv))),
     Pair("moe_deep_input", "moe_input", turned_input),
     Pair("moe_deep_sum", "moe_sum", turned_sum),
 )
