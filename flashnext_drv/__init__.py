@@ -12,7 +12,8 @@ __version__ = "0.1.0"
 
 _ENGINE = ("Engine", "Generation", "Limits", "MemoryReport", "Prefill", "Sampling")
 _ERRORS = ("BuildError", "Cancelled", "CapacityError", "CheckpointError", "ContextLost", "ContractError",
-           "DriverError", "DriverMissing", "FlashNextError", "LeakError", "OutOfMemory", "SimError", "UsageError")
+           "DriverError", "DriverMissing", "FlashNextError", "LeakError", "OutOfMemory", "SimError",
+           "UsageError")
 _PUBLIC = {**dict.fromkeys(_ENGINE, ".engine.engine"), **dict.fromkeys(_ERRORS, ".errors")}
 
 __all__ = ["BuildError", "Cancelled", "CapacityError", "CheckpointError", "ContextLost", "ContractError",

@@ -11,7 +11,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from .ids import add_ids, read_ids
-from .report import GOOD, Progress, print_json
+from .report import GOOD, Progress, add_prefill, deep_limits, prefill_of, print_json, prompt_lines
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine, Generation
@@ -48,9 +48,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument(
         "--context", type=int, metavar="N", help="tokens of cache (default: prompt and --max-new)"
     )
-    parser.add_argument(
-        "--prompt-rows", type=int, default=16, metavar="N", help="prompt tokens a launch, 1..16"
-    )
+    add_prefill(parser)
     parser.add_argument(
         "--graph",
         action=argparse.BooleanOptionalAction,
@@ -76,16 +74,17 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed
     )
+    progress = Progress()
+    prefill = prefill_of(args, progress)
     limits = Limits(
         context_tokens=len(ids) + args.max_new if args.context is None else args.context,
-        rows=args.prompt_rows,
-        prompt_rows=args.prompt_rows,
         graph=args.graph,
+        **deep_limits(args),
     )
     stop_ids = () if args.no_stop else args.stop_id
     n_new = 0
 
-    with Progress() as progress:
+    with progress:
 
         def told(_: int) -> None:
             nonlocal n_new
@@ -94,7 +93,12 @@ def run(args: argparse.Namespace) -> int:
 
         with Engine.open(args.pack, limits, device=args.device, progress=progress.bytes_done) as engine:
             made = engine.generate(
-                ids, max_new_tokens=args.max_new, sampling=sampling, stop_ids=stop_ids, on_token=told
+                ids,
+                max_new_tokens=args.max_new,
+                sampling=sampling,
+                stop_ids=stop_ids,
+                on_token=told,
+                prefill=prefill,
             )
             found = _result(args, ids, engine, made)
             table = engine.memory().table()
@@ -138,4 +142,5 @@ def _print(found: dict[str, Any], table: str) -> None:
         f"times    open {times['open']:.3f} s, prompt {times['prompt']:.3f} s ({rates['prompt']:.1f} tok/s), "
         f"decode {times['decode']:.3f} s ({rates['decode']:.1f} tok/s)"
     )
+    print("\n".join(prompt_lines(found["counters"], found["memory"]["deep"])))
     print(table)

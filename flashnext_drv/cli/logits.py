@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,10 +17,11 @@ import numpy as np
 
 from ..errors import UsageError
 from .ids import add_ids, parse_rows, read_ids
-from .report import GOOD, Progress, print_json
+from .report import GOOD, Progress, add_prefill, deep_limits, prefill_of, print_json, prompt_lines
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
+    from ..engine.prefill import Prefill
 
 __all__ = ["add_parser", "run"]
 
@@ -40,7 +42,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     add_ids(parser, inline=False)
     parser.add_argument("--out", required=True, metavar="F.npz", help="file to write")
     parser.add_argument("--rows", metavar="A:B,...", help="positions, ends exclusive (default: all)")
-    parser.add_argument("--prompt-rows", type=int, default=16, metavar="N", help="tokens a launch, 1..16")
+    add_prefill(parser)
     parser.add_argument(
         "--device", choices=("auto", "cuda", "sim"), help="default: FLASHNEXT_DRV_DEVICE, else auto"
     )
@@ -50,20 +52,24 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def run(args: argparse.Namespace) -> int:
     """Open, compute, write, print.  Raises what the engine raises; the file appears whole or not at all."""
     from ..engine.engine import Engine, Limits
+    from ..engine.prefill import PromptCounters
 
     ids = read_ids(args)
     ranges = parse_rows(args.rows, len(ids))
     out = Path(args.out)
     if out.suffix != ".npz" or not out.absolute().parent.is_dir():
         raise UsageError("--out is a file F.npz in an existing folder", value=args.out)
-    limits = Limits(
-        context_tokens=max(end for _, end in ranges), rows=args.prompt_rows, prompt_rows=args.prompt_rows
-    )
+    progress = Progress()
+    prefill = prefill_of(args, progress)
+    limits = Limits(context_tokens=max(end for _, end in ranges), **deep_limits(args))
     with (
-        Progress() as progress,
+        progress,
         Engine.open(args.pack, limits, device=args.device, progress=progress.bytes_done) as engine,
     ):
-        logits = _rows(engine, ids, ranges)
+        started = time.perf_counter()
+        logits = _rows(engine, ids, ranges, prefill)
+        seconds = time.perf_counter() - started
+        counters, deep = engine.prompts.since(PromptCounters()), dict(engine.memory().deep)
         device = str(engine.facts)
     _write(out, logits, np.concatenate([np.arange(*r, dtype=np.int64) for r in ranges]))
     found: dict[str, Any] = {
@@ -72,6 +78,10 @@ def run(args: argparse.Namespace) -> int:
         "out": str(out),
         "shape": list(logits.shape),
         "sha256": hashlib.sha256(logits.tobytes()).hexdigest(),
+        "time_s": seconds,
+        "tokens_per_s": sum(counters[f"{path}_rows"] for path in ("deep", "batched", "serial")) / seconds,
+        "counters": counters,
+        "deep": deep,
     }
     if args.json:
         print_json(found)
@@ -80,16 +90,20 @@ def run(args: argparse.Namespace) -> int:
         print(f"pack     {args.pack}")
         print(f"out      {out}  logits {logits.shape[0]} x {logits.shape[1]} f32")
         print(f"sha256   {found['sha256']}  (of the logits' bytes)")
+        print(f"times    {seconds:.3f} s with the head's rows ({found['tokens_per_s']:.1f} tok/s)")
+        print("\n".join(prompt_lines(counters, deep)))
     return GOOD
 
 
-def _rows(engine: Engine, ids: list[int], ranges: list[tuple[int, int]]) -> np.ndarray:
+def _rows(
+    engine: Engine, ids: list[int], ranges: list[tuple[int, int]], prefill: Prefill
+) -> np.ndarray:
     """Rows of all ranges in order: from one pass over the span they cover, or one a range if it is large."""
     first, end = min(r[0] for r in ranges), max(r[1] for r in ranges)
     if (end - first) * engine.config.vocab * 4 <= _ONE_PASS_BYTES:
-        span = engine.logits(ids, rows=(first, end))
+        span = engine.logits(ids, rows=(first, end), prefill=prefill)
         return np.concatenate([span[a - first : b - first] for a, b in ranges])
-    return np.concatenate([engine.logits(ids, rows=r) for r in ranges])
+    return np.concatenate([engine.logits(ids, rows=r, prefill=prefill) for r in ranges])
 
 
 def _write(out: Path, logits: np.ndarray, rows: np.ndarray) -> None:

@@ -6,10 +6,12 @@ that is a terminal; the exit code follows from the type of the error, never from
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import (
     BuildError,
@@ -21,6 +23,9 @@ from ..errors import (
     bytes_text,
 )
 
+if TYPE_CHECKING:
+    from ..engine.prefill import Prefill
+
 __all__ = [
     "CAPACITY",
     "FAILED",
@@ -29,8 +34,12 @@ __all__ = [
     "MISSING",
     "USAGE",
     "Progress",
+    "add_prefill",
+    "deep_limits",
     "exit_code",
+    "prefill_of",
     "print_json",
+    "prompt_lines",
 ]
 
 GOOD: Final = 0
@@ -57,6 +66,48 @@ def exit_code(error: BaseException) -> int:
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
 
 
+def add_prefill(parser: argparse.ArgumentParser) -> None:
+    """The settings of how a prompt is run; none of them changes a byte of the result."""
+    parser.add_argument("--prompt-rows", type=int, default=16, metavar="N",
+                        help="prompt tokens a launch outside the deep pass, 1..16")
+    parser.add_argument("--serial", action="store_true", help="one prompt token a launch, by decode's path")
+    parser.add_argument("--chunk", type=int, metavar="N",
+                        help="most rows of a prompt's segment, 1..16384 (default: by the memory plan)")
+    parser.add_argument("--deep-rows", type=int, default=512, metavar="N",
+                        help="segments of at least N rows take the deep pass (default 512)")
+    parser.add_argument("--no-deep", action="store_true", help="never take the deep pass, reserve nothing")
+
+
+def prefill_of(args: argparse.Namespace, progress: Progress) -> Prefill:
+    """The Prefill that `add_prefill`'s arguments ask for.  Raises UsageError."""
+    from ..engine.prefill import Prefill
+
+    return Prefill(serial=args.serial, chunk=args.chunk, deep_rows=args.deep_rows, deep=not args.no_deep,
+                   progress=progress.prompt_done if progress.shown else None)
+
+
+def deep_limits(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of Limits that `add_prefill`'s arguments give."""
+    return {
+        "rows": args.prompt_rows,
+        "prompt_rows": args.prompt_rows,
+        "chunk": args.chunk or 0,
+        "deep": "off" if args.no_deep or args.serial else "open",
+        "deep_rows": args.deep_rows,
+    }
+
+
+def prompt_lines(counters: Mapping[str, int], deep: Mapping[str, Any]) -> list[str]:
+    """For people: a prompt's rows by path, and why the deep pass was refused."""
+    paths = [f"{counters[f'{path}_rows']} {path}" for path in ("deep", "batched", "serial")]
+    chunks = f"{counters['deep_chunks']} deep chunks of up to {deep['chunk']}"
+    lines = [f"paths    {', '.join(paths)} rows; {chunks}"]
+    if deep["refused"]:
+        n = counters["deep_refusals"]
+        lines.append(f"no deep  {f'{n} segments refused: ' if n else ''}{deep['refused']}")
+    return lines
+
+
 def print_json(data: dict[str, Any]) -> None:
     """One JSON object on stdout."""
     json.dump(data, sys.stdout, indent=1, ensure_ascii=False)
@@ -79,9 +130,17 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._draw("")
 
+    @property
+    def shown(self) -> bool:
+        return self._shown
+
     def bytes_done(self, what: str, done: int, total: int) -> None:
         """For loading: `done` of `total` bytes."""
         self._due(f"{what}: {bytes_text(done)} of {bytes_text(total)}")
+
+    def prompt_done(self, n_tokens: int, total: int) -> None:
+        """For prompts: `n_tokens` of `total`."""
+        self._due(f"prompt: {n_tokens} of {total} tokens")
 
     def tokens_done(self, n_tokens: int, total: int) -> None:
         """For decoding: `n_tokens` of at most `total`."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..kernels import tables as t
+from ..kernels.moe_deep import deep_pairs
 from .layout import MAX_CHUNK, Cursor, Layout, Limits, aligned, arena_bytes
-from .linears import Group, Member
+from .linears import Group
 
 __all__ = [
     "OVERLAY",
@@ -25,8 +26,6 @@ __all__ = [
     "deep_groups",
     "deep_layouts",
     "deep_operands",
-    "deep_pairs",
-    "deep_tiles",
 ]
 
 ROW_STEP = 128
@@ -200,11 +199,6 @@ def deep_operands(group: Group) -> tuple[str, str]:
     return x, "d_y" if group.out == "y" else "d_out"
 
 
-def deep_tiles(member: Member) -> int:
-    """Tiles of 128 outputs."""
-    return -(-member.n // ROW_STEP)
-
-
 def deep_layouts(layout: Layout) -> tuple[DeepLayout, ...]:
     """The layouts worth reserving, largest first; empty when no segment of these limits goes deep.
 
@@ -215,13 +209,6 @@ def deep_layouts(layout: Layout) -> tuple[DeepLayout, ...]:
     if limits.deep == "off":
         return ()
     return tuple(DeepLayout(layout, rows) for rows in _row_counts(limits) if rows)
-
-
-def deep_pairs(rows: int, n_slots: int, n_experts: int) -> tuple[int, int]:
-    """(pairs_cap, tiles_cap): sorted (row, slot) pairs, each expert's from a multiple of 64 on, and their
-    tiles."""
-    pairs = rows * n_slots + 63 * (n_experts + 1)
-    return -(-pairs // ROW_STEP) * ROW_STEP, rows * n_slots // ROW_STEP + n_experts + 1
 
 
 def _row_counts(limits: Limits) -> list[int]:

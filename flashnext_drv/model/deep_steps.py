@@ -13,8 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ..kernels.attn import score_grid
+from ..kernels.deep import deep_tiles
+from ..kernels.moe_deep import deep_pairs
 from ..kernels.tables import FORMAT_BF16, FORMAT_F16
-from .deep_layout import ROW_STEP, DeepLayout, deep_pairs, deep_tiles
+from .deep_layout import ROW_STEP, DeepLayout
 from .steps import Step, Value
 
 __all__ = ["deep_steps"]
@@ -129,7 +132,7 @@ class _Walk:
         members = self.layout.groups[group].members
         return Step(
             "deep_linear",
-            (sum(map(deep_tiles, members)), self.blocks),
+            (sum(deep_tiles(m.n) for m in members), self.blocks),
             {"linears": f"{group}.deep", "n_linears": len(members)},
             group,
         )
@@ -158,7 +161,7 @@ class _Walk:
         tail = geometry.tail[i_layer]
         yield Step(
             "gdn_deep_input",
-            (2 * n_k + n_v, self.rows),
+            (2 * n_k + n_v + 1, self.rows // 32),
             {
                 "rows": "rows",
                 "runs": "runs",
@@ -178,7 +181,7 @@ class _Walk:
         )
         yield Step(
             "gdn_scan",
-            (n_v * 4, self.runs),
+            (n_k * -(-8 * n_v // (3 * n_k)), self.runs),
             {
                 "runs": "runs",
                 "slots": "slots",
@@ -249,7 +252,7 @@ class _Walk:
             window = min(self.deep.score_rows, self.rows - first_row)
             yield Step(
                 "index_score_deep",
-                self._score_grid(window),
+                score_grid(window, self.layout.max_blocks),
                 {
                     **row,
                     **index,
@@ -293,9 +296,6 @@ class _Walk:
         )
         yield self._linear(f"{stem}.qsa_out")
 
-    def _score_grid(self, window: int) -> tuple[int, ...]:
-        return (min(-(-self.layout.max_blocks // 64), 264), -(-window // 16))
-
     def _moe(self, i_layer: int) -> Iterator[Step]:
         c, stem = self.c, f"L{i_layer}"
         group = f"{stem}.router"
@@ -331,11 +331,10 @@ class _Walk:
             "moe_plan_scan",
             (1,),
             {
-                **lines,
                 **tiles,
-                **counted,
                 "counts": "d_counts",
                 "starts": "d_starts",
+                "n_experts": c.n_experts,
                 "tiles_cap": tiles_cap,
             },
             scope,
@@ -354,7 +353,7 @@ class _Walk:
         )
         yield Step(
             "moe_deep_input",
-            (-(-c.hidden // 512), tiles_cap),
+            (tiles_cap, c.hidden // 128),
             {
                 **lines,
                 **tiles,
@@ -446,7 +445,7 @@ class _Walk:
         )
         yield Step(
             "ple_conv",
-            (c.n_streams, self.rows),
+            (-(-4 * c.hidden // 512), self.rows // 16),
             {
                 **state,
                 "rows": "rows",
@@ -462,7 +461,7 @@ class _Walk:
         )
         yield Step(
             "ple_tail",
-            (-(-4 * c.hidden // 256), self.runs),
+            (-(-4 * c.hidden // 512), self.runs),
             {**state, "runs": "runs", "conv_in": "d_ple_in", "hidden": c.hidden},
             group,
         )

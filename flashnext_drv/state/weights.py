@@ -18,9 +18,10 @@ from ..drv.context import Context
 from ..drv.memory import DeviceArena, PinnedArena, Span
 from ..drv.stream import Stream
 from ..kernels import tables as t
+from ..kernels.deep import deep_tiles
 from ..kernels.exl3 import fragment_order_weights
 from ..lifetime import Owner, Undo
-from ..model.deep_layout import DeepLayout, deep_operands, deep_tiles
+from ..model.deep_layout import DeepLayout, deep_operands
 from ..model.layout import Layout, aligned, arena_bytes
 from ..model.linears import Group, Member
 from ..model.pack import PackBase
@@ -118,8 +119,8 @@ class WeightStore(Owner):
                 row["x"] = spans[x_span].address + (x if x_span == "d_x" else 0)
                 row["out"] = spans[out_span].address + (out if out_span == "d_out" else 0) if out_span else 0
                 row["tiled"] = 1
-                row["first_warp"], row["n_warps"] = first_tile, deep_tiles(member)
-                first_tile += deep_tiles(member)
+                row["first_warp"], row["n_warps"] = first_tile, deep_tiles(member.n)
+                first_tile += deep_tiles(member.n)
             found[name] = rows
         return found
 
