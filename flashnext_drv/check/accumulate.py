@@ -162,6 +162,9 @@ _DOT: Final = Sum(
     _exl3_dot,
 )
 _HADAMARD: Final = "7 additions in f32 and the scale, each rounded once, over 128 values"
+_PLE: Final = Sum(
+    "one f32 fma a channel of a thread, 5 additions over lanes, 3 over warps", ((256,), (2560,)), _ple
+)
 _UNITS: Final = "one f32 addition a unit after the first"
 
 SUMS: Final[dict[str, Sum]] = {
@@ -217,9 +220,9 @@ SUMS: Final[dict[str, Sum]] = {
         ((2,), (8,), (33,)),
         lambda shape: _terms(10 * shape[0] * F32_ULP)(shape),
     ),
-    "ple_mix": Sum(
-        "one f32 fma a channel of a thread, 5 additions over lanes, 3 over warps", ((256,), (2560,)), _ple
-    ),
+    "ple_mix": _PLE,
+    "ple_gate": _PLE,
+    "ple_conv": Sum("one product and three f32 fma", ((4,),), _terms(4.4 * F32_ULP)),
 }
 
 NO_SUMS: Final[dict[str, str]] = {
@@ -228,6 +231,7 @@ NO_SUMS: Final[dict[str, str]] = {
     "embed_rows": "copies",
     "rope_rows": "no sum over elements",
     "ngram_rows": "one product and one addition a value",
+    "ple_tail": "copies",
     "draw_rows": "its sums are of integers",
     "synth_fill": "integers",
     "math_sweep": "single functions",

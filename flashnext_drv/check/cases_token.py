@@ -7,7 +7,8 @@ What must stay true: operands depend on (name, case, seed) alone, and rows that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from functools import cache
 from typing import Any, Final
@@ -205,86 +206,190 @@ def _ngram_rows(case: Case, seed: int) -> Operands:
     return Operands(arrays, scalars, (heads, cap, 1), [], ("emb",), expect)
 
 
-# --- ple_mix ------------------------------------------------------------------------------------------------
+# --- ple_mix, and ple_gate, ple_conv, ple_tail on the same operands -----------------------------------------
+
+_PLE_OFFSET: Final = 512
+_PLE_EPS: Final = 1e-6
+
+
+class _Mixer:
+    """A case of the mixer: runs of `lengths` rows, of which run i lives in slot len(lengths) - 1 - i; the
+    slot after them has no run."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        cap, hidden = case.int("cap"), case.int("hidden")
+        self.lengths = [int(x) for x in str(case["runs"]).split()]
+        self.n, self.cap, self.hidden, width = sum(self.lengths), cap, hidden, 4 * hidden
+        self.key, self.streams = (signed(seed, x, (self.n, width), 2.0) for x in ("key", "streams"))
+        self.value = signed(seed, "value", (self.n, hidden))
+        if case.dims.get("special") == "nonfinite":
+            self.key[0, 5], self.streams[1, hidden + 3], self.value[4, 2] = np.nan, np.inf, np.nan
+        self.norms = {x: signed(seed, x, (width,), 0.5) for x in ("norm_key", "norm_query", "norm_conv")}
+        self.conv = signed(seed, "conv", (width, 4))
+        n_slots = len(self.lengths) + 1
+        self.tails = signed(seed, "tails", (n_slots, 9, width), 4.0).astype(np.float16)
+        self.state = np.full((n_slots, _PLE_OFFSET + self.tails[0].nbytes), 0xFF, np.uint8)
+        self.state[:, _PLE_OFFSET:] = self.tails.reshape(n_slots, -1).view(np.uint8)
+        self.slots = list(range(len(self.lengths)))[::-1]
+        self.moves = [("slots", SLOT.itemsize * i + 8, "state", self.state.shape[1] * i)
+                      for i in range(n_slots)]
+
+    def arrays(self) -> Arrays:
+        """Tables and inputs of all four kernels."""
+        run = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return {"round": round_table(self.n, self.cap, len(self.lengths)),
+                "rows": _rows(self.n, self.cap, run=run),
+                "runs": run_table(self.lengths, self.slots, self.cap),
+                "slots": np.zeros(len(self.tails), SLOT),
+                **{x: _filled(getattr(self, x), self.cap) for x in ("key", "value", "streams")},
+                **self.norms, "conv": self.conv, "state": self.state.reshape(-1).copy()}
+
+    def scalars(self, *names: str) -> dict[str, int | float]:
+        known = {"tail_offset": _PLE_OFFSET, "hidden": self.hidden, "eps": _PLE_EPS}
+        return {name: known[name] for name in names}
+
+    def runs(self, out: Arrays) -> Iterator[tuple[slice, NDArray[Any], NDArray[Any]]]:
+        """Rows, tail before and tail after of each run; the rest of the state must be as it was."""
+        after = out["state"].reshape(self.state.shape)
+        kept = np.ascontiguousarray(after[:, _PLE_OFFSET:]).view(np.float16).reshape(self.tails.shape)
+        same_bits("tail of a slot without run", kept[-1], self.tails[-1])
+        assert (after[:, :_PLE_OFFSET] == 0xFF).all(), "state: bytes before the tail were written"
+        first = 0
+        for length, slot in zip(self.lengths, self.slots, strict=True):
+            yield slice(first, first + length), self.tails[slot], kept[slot]
+            first += length
+
+    def gate(self, rows: slice) -> _Gate:
+        return _gate64(self.key[rows], self.value[rows], self.streams[rows], self.norms)
+
 
 def _ple_mix(case: Case, seed: int) -> Operands:
-    cap, hidden = case.int("cap"), case.int("hidden")
-    lengths = [int(x) for x in str(case["runs"]).split()]
-    n, width, eps, offset = sum(lengths), 4 * hidden, 1e-6, 512
-    key, streams = (_filled(signed(seed, x, (n, width), 2.0), cap) for x in ("key", "streams"))
-    value = _filled(signed(seed, "value", (n, hidden)), cap)
-    if case.dims.get("special") == "nonfinite":
-        key[0, 5], streams[1, hidden + 3], value[4, 2] = np.nan, np.inf, np.nan
-    norms = {x: signed(seed, x, (width,), 0.5) for x in ("norm_key", "norm_query", "norm_conv")}
-    conv = signed(seed, "conv", (width, 4))
-    n_slots = len(lengths) + 1                                  # the last one has no run
-    tails = signed(seed, "tails", (n_slots, 9, width), 4.0).astype(np.float16)
-    state = np.full((n_slots, offset + tails[0].nbytes), 0xFF, np.uint8)
-    state[:, offset:] = tails.reshape(n_slots, -1).view(np.uint8)
-    order = list(range(len(lengths)))[::-1]
-    slots = np.zeros(n_slots, SLOT)
-    moves = [("slots", SLOT.itemsize * i + 8, "state", state.shape[1] * i) for i in range(n_slots)]
+    m = _Mixer(case, seed)
 
+    @np.errstate(invalid="ignore")
     def expect(out: Arrays) -> None:
-        after = out["state"].reshape(state.shape)
-        kept = np.ascontiguousarray(after[:, offset:]).view(np.float16).reshape(tails.shape)
-        same_bits("tail of a slot without run", kept[-1], tails[-1])
-        assert (after[:, :offset] == 0xFF).all(), "state: bytes before the tail were written"
-        first = 0
-        for length, slot in zip(lengths, order, strict=True):
-            rows = slice(first, first + length)
-            _expect_ple(out["streams"][rows], kept[slot], tails[slot], key[rows], value[rows], streams[rows],
-                        norms, conv, eps)
-            first += length
-        untouched("streams", out["streams"][n:])
+        for rows, old, tail in m.runs(out):
+            n, gate = rows.stop - rows.start, m.gate(rows)
+            within_f16("tail", tail[9 - n:].reshape(gate.y.shape), gate.normed, gate.e_normed)
+            same_bits("older tail", tail[:9 - n], old[n:])
+            _streams64(out["streams"][rows], m.streams[rows], gate.y, gate.e_y,
+                       np.concatenate((old, tail[9 - n:])), m.conv)
+        untouched("streams", out["streams"][m.n:])
 
-    arrays = {"round": round_table(n, cap, len(lengths)), "runs": run_table(lengths, order, cap),
-              "slots": slots, "key": key, "value": value, "streams": streams.copy(), **norms, "conv": conv,
-              "state": state.reshape(-1)}
-    return Operands(arrays, {"tail_offset": offset, "hidden": hidden, "eps": eps}, (4, cap, 1), moves,
+    return Operands(m.arrays(), m.scalars("tail_offset", "hidden", "eps"), (4, m.cap, 1), m.moves,
                     ("streams", "state"), expect)
 
 
-@np.errstate(invalid="ignore")
-def _expect_ple(got: F32Array, tail: NDArray[Any], old: NDArray[Any], key: F32Array, value: F32Array,
-                streams: F32Array, norms: dict[str, F32Array], conv: F32Array, eps: float) -> None:
-    """One run of at most 9 rows against FP64.  The convolution starts from the fp16 inputs the kernel stored.
+def _ple_gate(case: Case, seed: int) -> Operands:
+    m = _Mixer(case, seed)
 
-    u = 2^-24.  A sum of the order has `steps` = 2 ceil(H / 512) + 8 roundings on any path.  Of positive
+    @np.errstate(invalid="ignore")
+    def expect(out: Arrays) -> None:
+        gate = m.gate(slice(0, m.n))
+        near("g", out["g"][:m.n], gate.g, gate.e_g)
+        within_f16("conv_in", out["conv_in"][:m.n].reshape(gate.y.shape), gate.normed, gate.e_normed)
+        untouched("g", out["g"][m.n:])
+        untouched("conv_in", out["conv_in"][m.n:])
+
+    arrays = {**m.arrays(), "conv_in": poison((m.cap, 4 * m.hidden), np.dtype(np.float16)),
+              "g": poison((m.cap, 4), _F32)}
+    scalars = m.scalars("tail_offset", "hidden", "eps")     # the offset is for the kernels that follow
+    return Operands(arrays, scalars, (4, m.cap, 1), m.moves, ("conv_in", "g"), expect)
+
+
+def _gated(m: _Mixer, seed: int) -> tuple[F32Array, NDArray[np.float16]]:
+    """Gates (n, 4) in (0, 1) and conv inputs (n, 4 hidden) as ple_gate might have left them."""
+    g = (np.abs(signed(seed, "g", (m.n, 4))) / 2 + np.float32(0.25)).astype(np.float32)
+    return g, signed(seed, "conv_in", (m.n, 4 * m.hidden), 4.0).astype(np.float16)
+
+
+def _ple_conv(case: Case, seed: int) -> Operands:
+    m = _Mixer(case, seed)
+    g, conv_in = _gated(m, seed)
+
+    @np.errstate(invalid="ignore")
+    def expect(out: Arrays) -> None:
+        y = g[..., None].astype(np.float64) * m.value[:, None].astype(np.float64)
+        for rows, old, tail in m.runs(out):
+            same_bits("tail", tail, old)
+            _streams64(out["streams"][rows], m.streams[rows], y[rows], F32_ULP * np.abs(y[rows]),
+                       np.concatenate((old, conv_in[rows])), m.conv)
+        untouched("streams", out["streams"][m.n:])
+
+    arrays = {**m.arrays(), "g": _filled(g, m.cap), "conv_in": _filled(conv_in, m.cap)}
+    grid = (-(-4 * m.hidden // 512), -(-m.cap // 16), 1)
+    return Operands(arrays, m.scalars("tail_offset", "hidden"), grid, m.moves, ("streams",), expect)
+
+
+def _ple_tail(case: Case, seed: int) -> Operands:
+    m = _Mixer(case, seed)
+    conv_in = _gated(m, seed)[1]
+    if case.dims.get("special") == "nonfinite":
+        conv_in[12, 7], conv_in[3, 9] = np.nan, np.inf
+
+    def expect(out: Arrays) -> None:
+        for rows, old, tail in m.runs(out):
+            same_bits("tail", tail, np.concatenate((old, conv_in[rows]))[-9:])
+
+    arrays = {**m.arrays(), "conv_in": _filled(conv_in, m.cap)}
+    grid = (-(-4 * m.hidden // 512), m.cap, 1)
+    return Operands(arrays, m.scalars("tail_offset", "hidden"), grid, m.moves, ("state",), expect)
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """FP64 of rows (n, 4) and (n, 4, hidden), each with what the order may err by."""
+
+    g: F64Array
+    e_g: F64Array
+    y: F64Array
+    e_y: F64Array
+    normed: F64Array
+    e_normed: F64Array
+
+
+@np.errstate(invalid="ignore")
+def _gate64(key: F32Array, value: F32Array, streams: F32Array, norms: dict[str, F32Array]) -> _Gate:
+    """u = 2^-24.  A sum of the order has `steps` = 2 ceil(H / 512) + 8 roundings on any path.  Of positive
     terms: relative steps u; then 1/rms has (steps + 2) u / 2 + 2 u.  The score's terms carry 4 more.
     The gate is monotone in the score: its error is its change over the score's error, and of its own
     6 u + u |root| (sigmoid 2.3 ulp).
     """
     n, hidden = value.shape
-    u, shape = F32_ULP, (n, 4, hidden)
+    u, shape, eps = F32_ULP, (n, 4, hidden), np.float64(np.float32(_PLE_EPS))
     steps = 2 * -(-hidden // 512) + 8
     k, s, v = (x.astype(np.float64) for x in (key.reshape(shape), streams.reshape(shape), value[:, None]))
     wk, wq, wc = (1.0 + norms[f"norm_{x}"].astype(np.float64).reshape(4, hidden)
                   for x in ("key", "query", "conv"))
-    rk, rq = (1.0 / np.sqrt((x * x).mean(-1) + np.float64(np.float32(eps))) for x in (k, s))
+    rk, rq = (1.0 / np.sqrt((x * x).mean(-1) + eps) for x in (k, s))
     terms = k * wk * s * wq
     scale = rk * rq / np.sqrt(hidden)
     score = terms.sum(-1) * scale
     e_root = ((steps + 2) / 2 + 2) * u
     e_score = (steps + 4) * u * np.abs(terms).sum(-1) * scale + np.abs(score) * (2 * e_root + 4 * u)
-    g, low, high = (_ple_gate(x) for x in (score, score - e_score, score + e_score))
+    g, low, high = (_ple_sigmoid(x) for x in (score, score - e_score, score + e_score))
     e_g = np.maximum(high - g, g - low) + g * u * (6 + np.sqrt(np.abs(score) + 1e-6))
     y = g[..., None] * v
     e_y = e_g[..., None] * np.abs(v) + u * np.abs(y)
-    normed = y / np.sqrt((y * y).mean(-1, keepdims=True) + np.float64(np.float32(eps))) * wc
-    within_f16("tail", tail[9 - n:].reshape(shape), normed,
-               np.abs(normed) * ((e_g / g)[..., None] + e_root + 6 * u))
-    same_bits("older tail", tail[:9 - n], old[n:])
-    past = np.concatenate((old, tail[9 - n:])).astype(np.float64)            # row t stands at t + 9
-    parts = np.stack([past[3 * j:3 * j + n] * conv[:, j].astype(np.float64) for j in range(4)])
+    normed = y / np.sqrt((y * y).mean(-1, keepdims=True) + eps) * wc
+    return _Gate(g, e_g, y, e_y, normed, np.abs(normed) * ((e_g / g)[..., None] + e_root + 6 * u))
+
+
+def _streams64(got: F32Array, streams: F32Array, y: F64Array, e_y: F64Array, past: NDArray[Any],
+               conv: F32Array) -> None:
+    """One run's streams against FP64 from the fp16 conv inputs as stored: past (9 + n, 4 hidden), row t of
+    the run at t + 9.  u = 2^-24: four roundings of the taps, slope 1.1 and 6 u of silu, two additions."""
+    u, shape, n = F32_ULP, y.shape, len(y)
+    wide = past.astype(np.float64)
+    parts = np.stack([wide[3 * j:3 * j + n] * conv[:, j].astype(np.float64) for j in range(4)])
     c = parts.sum(0).reshape(shape)
     silu = c / (1.0 + np.exp(-c))
     e_c = 1.1 * 4 * u * np.abs(parts).sum(0).reshape(shape) + 6 * u * np.abs(silu)
-    want = s + y + silu
+    want = streams.astype(np.float64).reshape(shape) + y + silu
     near("streams", got.reshape(shape), want, e_y + e_c + u * (np.abs(y + silu) + np.abs(want)))
 
 
-def _ple_gate(score: F64Array) -> F64Array:
+def _ple_sigmoid(score: F64Array) -> F64Array:
     gate: F64Array = 1.0 / (1.0 + np.exp(-np.sign(score) * np.sqrt(np.maximum(np.abs(score), 1e-6))))
     return gate
 
@@ -367,7 +472,7 @@ _F32: Final = np.dtype(np.float32)
 
 _BUILDERS: Final[dict[str, Callable[[Case, int], Operands]]] = {
     "embed_rows": _embed_rows, "rope_rows": _rope_rows, "ngram_rows": _ngram_rows, "ple_mix": _ple_mix,
-    "draw_rows": _draw_rows}
+    "ple_gate": _ple_gate, "ple_conv": _ple_conv, "ple_tail": _ple_tail, "draw_rows": _draw_rows}
 
 
 def _rows(n: int, cap: int, **fields: NDArray[Any]) -> NDArray[Any]:
@@ -378,8 +483,8 @@ def _rows(n: int, cap: int, **fields: NDArray[Any]) -> NDArray[Any]:
     return rows
 
 
-def _filled(x: F32Array, cap: int) -> F32Array:
-    out = poison((cap, *x.shape[1:]), _F32)
+def _filled(x: NDArray[Any], cap: int) -> NDArray[Any]:
+    out = poison((cap, *x.shape[1:]), x.dtype)
     out[:len(x)] = x
     return out
 

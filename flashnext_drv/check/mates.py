@@ -131,9 +131,9 @@ def check_cuts(
     device: CheckDevice, spec: KernelSpec, given: Operands, whole: Ran, start: Start | None = None
 ) -> int:
     """The runs one row at a time, the state handed on: the bytes of the whole launch.  Returns the launches;
-    0 where no run has two rows."""
+    0 where no run has two rows, or the kernel leaves no state: another one, later, hands it on."""
     longest = longest_run(spec, given)
-    if not 1 < longest <= _MOST_STEPS:
+    if not 1 < longest <= _MOST_STEPS or not _elsewhere(spec, whole):
         return 0
     lengths = given.arrays["runs"]["n_rows"][: units(spec, given)]
     state: Arrays = {}

@@ -10,12 +10,17 @@ from typing import Final
 
 from .spec import Control, Edit
 
-__all__ = ["DRAW_ROWS", "EMBED_ROWS", "NGRAM_ROWS", "PLE_MIX", "ROPE_ROWS", "SYNTH_FILL"]
+__all__ = ["DRAW_ROWS", "EMBED_ROWS", "NGRAM_ROWS", "PLE_CONV", "PLE_GATE", "PLE_MIX", "PLE_TAIL",
+           "ROPE_ROWS", "SYNTH_FILL"]
 
 _EMBED: Final = "token/embed_rows.cu"
 _ROPE: Final = "token/rope_rows.cu"
 _NGRAM: Final = "token/ngram_rows.cu"
 _PLE: Final = "token/ple_mix.cu"
+_PLE_ORDER: Final = "token/ple.cuh"
+_PLE_GATE: Final = "token/ple_gate.cu"
+_PLE_CONV: Final = "token/ple_conv.cu"
+_PLE_TAIL: Final = "token/ple_tail.cu"
 _DRAW: Final = "token/draw_rows.cu"
 _FILL: Final = "move/synth_fill.cu"
 
@@ -127,14 +132,14 @@ PLE_MIX: Final = (
     _one(
         "warps_in_order",
         "order",
-        _PLE,
+        _PLE_ORDER,
         "return fn_add(fn_add(fn_add(p[0], p[1]), fn_add(p[2], p[3])),",
         "return fn_add(fn_add(fn_add(fn_add(p[0], p[1]), p[2]), p[3]),",
     ),
     Control(
         "half_the_warps",
         "leaf",
-        (Edit(_PLE, "fn_add(fn_add(p[4], p[5]), fn_add(p[6], p[7])));", "0.f);"),),
+        (Edit(_PLE_ORDER, "fn_add(fn_add(p[4], p[5]), fn_add(p[6], p[7])));", "0.f);"),),
         cases=("real_width",),
     ),
     Control(
@@ -153,14 +158,14 @@ PLE_MIX: Final = (
     _one(
         "split",
         "contraction",
-        _PLE,
-        "sum[0] = fn_fma(kj, kj, sum[0]);",
-        "sum[0] = fn_add(fn_mul(kj, kj), sum[0]);",
+        _PLE_ORDER,
+        "sum[0] = fn_fma(k, k, sum[0]);",
+        "sum[0] = fn_add(fn_mul(k, k), sum[0]);",
     ),
     _one(
         "conv_f32",
         "rounding",
-        _PLE,
+        _PLE_ORDER,
         "c = fn_fma(w.y, fn_h2f((u16)t6), c);",
         "c = fn_fma(w.y, fn_b2f(fn_f2b(fn_h2f((u16)t6))), c);",
     ),
@@ -176,19 +181,143 @@ PLE_MIX: Final = (
         "other_tap",
         "index",
         _PLE,
-        "conv_silu(w0, past[0], past[3], past[6], n0);",
-        "conv_silu(w0, past[0], past[2], past[6], n0);",
+        "fn_ple_conv(w0, past[0], past[3], past[6], n0);",
+        "fn_ple_conv(w0, past[0], past[2], past[6], n0);",
     ),
-    _one("unscaled", "scale", _PLE, "rk), rq), fn_sqrt(width));", "rk), rq), 1.f);"),
+    _one("unscaled", "scale", _PLE_ORDER, "rk), rq), fn_sqrt(width));", "rk), rq), 1.f);"),
     _one(
         "nan_to_zero",
         "nan",
-        _PLE,
+        _PLE_ORDER,
         "score < 0.f ? -root : score);",
         "score < 0.f ? -root : 0.f);",
         "nonfinite",
     ),
     _one("old_row", "stale", _PLE, "u64 r = run.first_row + i_row;", "u64 r = run.first_row;", "three_runs"),
+)
+
+PLE_GATE: Final = (
+    _one(
+        "warps_in_order",
+        "order",
+        _PLE_ORDER,
+        "return fn_add(fn_add(fn_add(p[0], p[1]), fn_add(p[2], p[3])),",
+        "return fn_add(fn_add(fn_add(fn_add(p[0], p[1]), p[2]), p[3]),",
+    ),
+    _one(
+        "first_channels_lost",
+        "leaf",
+        _PLE_GATE,
+        "        if (i < hidden) add_pair(sum,",
+        "        if (i < hidden && c) add_pair(sum,",
+    ),
+    Control(
+        "barrier",
+        "barrier",
+        (
+            Edit(
+                _PLE_GATE,
+                "    float sum[4] =",
+                "    if (threadIdx.x >= 32u) fn_delay();\n    float sum[4] =",
+            ),
+            Edit(_PLE_GATE, "    __syncthreads();\n", ""),
+        ),
+        cases=("real_width", "three_runs"),
+    ),
+    _one(
+        "gate_f16",
+        "rounding",
+        _PLE_GATE,
+        "[(u64)row * 4u + stream] = gate;",
+        "[(u64)row * 4u + stream] = fn_h2f(fn_f2h(gate));",
+    ),
+    _one(
+        "beyond_registers",
+        "tail",
+        _PLE_GATE,
+        "i += 512u)\n        store_pair(",
+        "i += 1024u)\n        store_pair(",
+        "beyond_registers",
+    ),
+    _one("padding_row", "stale", _PLE_GATE, "if (row >= fn_ld(", "if (row > fn_ld("),
+    _one("nan_to_zero", "nan", _PLE_ORDER, "score < 0.f ? -root : score);", "score < 0.f ? -root : 0.f);"),
+)
+
+PLE_CONV: Final = (
+    _one(
+        "taps_turned",
+        "order",
+        _PLE_ORDER,
+        "    c = fn_fma(w.y, fn_h2f((u16)t6), c);\n    c = fn_fma(w.z, fn_h2f((u16)t3), c);\n",
+        "    c = fn_fma(w.z, fn_h2f((u16)t3), c);\n    c = fn_fma(w.y, fn_h2f((u16)t6), c);\n",
+    ),
+    _one(
+        "other_sum",
+        "order",
+        _PLE_CONV,
+        "fn_add(s[b].x, fn_add(y0, c0))",
+        "fn_add(fn_add(s[b].x, y0), c0)",
+    ),
+    _one(
+        "tail_of_neighbour",
+        "stale",
+        _PLE_CONV,
+        "tail + (u64)(place + 3u * j) * width;",
+        "conv_in + (row >= back ? row - back : 0u) * width;",
+        "three_runs",
+    ),
+    _one("place_short", "tail", _PLE_CONV, "place >= back ?", "place > back ?"),
+    _one(
+        "reach_short",
+        "tail",
+        _PLE_CONV,
+        "row - run.first_row, REACH)",
+        "row - run.first_row, 8u)",
+        "long_run",
+    ),
+    _one("other_stream", "index", _PLE_CONV, "shared.g[i][stream]", "shared.g[i][0]"),
+    Control(
+        "barrier",
+        "barrier",
+        (
+            Edit(
+                _PLE_CONV,
+                "    if (threadIdx.x < live) {",
+                "    if (threadIdx.x < 32u) fn_delay();\n    if (threadIdx.x < live) {",
+            ),
+            Edit(_PLE_CONV, "    __syncthreads();\n", ""),
+        ),
+        cases=("real_width", "three_runs"),
+    ),
+    _one(
+        "nan_lost",
+        "nan",
+        _PLE_CONV,
+        "gate, v[b].x)",
+        "gate, v[b].x == v[b].x ? v[b].x : 0.f)",
+        "nonfinite",
+    ),
+)
+
+PLE_TAIL: Final = (
+    _one("row_early", "tail", _PLE_TAIL, "u32 at = t + run.n_rows;", "u32 at = t + run.n_rows - 1u;"),
+    _one("edge", "tail", _PLE_TAIL, "kept[t] = at < REACH ?", "kept[t] = at <= REACH ?"),
+    _one(
+        "first_run",
+        "stale",
+        _PLE_TAIL,
+        "FnRun run = runs[blockIdx.y];",
+        "FnRun run = runs[0];",
+        "three_runs",
+    ),
+    _one(
+        "eight",
+        "leaf",
+        _PLE_TAIL,
+        "for (u32 t = 0; t < REACH; t++) *",
+        "for (u32 t = 0; t + 1u < REACH; t++) *",
+    ),
+    _one("last_channels", "tail", _PLE_TAIL, "|| c >= width)", "|| c + 2u >= width)"),
 )
 
 DRAW_ROWS: Final = (

@@ -19,7 +19,12 @@ MAX_ROW_DIM: Final = 1024      # ngram_rows: code words of one row in shared mem
 _ROUND = Arg("round", PTR, "FnRound[1]", "r")
 _ROWS = Arg("rows", PTR, "FnRow[rows_cap]", "r")
 _RUNS = Arg("runs", PTR, "FnRun[rows_cap]", "r")
-_SLOTS = Arg("slots", PTR, "FnSlot[n_slots]; ple_mix also writes the tail its entries point to", "r")
+_SLOTS = Arg("slots", PTR, "FnSlot[n_slots]; ple_mix and ple_tail write the tail its entries point to", "r")
+_TAIL = Arg("tail_offset", U64, "bytes from slot.recurrent to the f16 (9, 4 * hidden) tail, multiple of 4")
+_EVEN = Arg("hidden", U32, "channels, even")
+_EPS = Arg("eps", F32, "1e-7..1e-4")
+_NORMS = tuple(Arg(f"norm_{name}", PTR, "(4 * hidden) f32", "r") for name in ("key", "query", "conv"))
+_TAPS = Arg("conv", PTR, "(4 * hidden, 4) f32, taps t-9, t-6, t-3, t", "r")
 
 EMBED_ROWS: Final = KernelSpec(
     name="embed_rows", source="token/embed_rows.cu", order="",
@@ -106,17 +111,11 @@ PLE_MIX: Final = KernelSpec(
           Arg("key", PTR, "(rows_cap, 4 * hidden) f32", "r"),
           Arg("value", PTR, "(rows_cap, hidden) f32", "r"),
           Arg("streams", PTR, "(rows_cap, 4 * hidden) f32", "rw"),
-          Arg("norm_key", PTR, "(4 * hidden) f32", "r"),
-          Arg("norm_query", PTR, "(4 * hidden) f32", "r"),
-          Arg("norm_conv", PTR, "(4 * hidden) f32", "r"),
-          Arg("conv", PTR, "(4 * hidden, 4) f32, taps t-9, t-6, t-3, t", "r"),
-          Arg("tail_offset", U64, "bytes from slot.recurrent to the f16 (9, 4 * hidden) tail, multiple of 4"),
-          Arg("hidden", U32, "channels, even"),
-          Arg("eps", F32, "1e-7..1e-4")),
+          *_NORMS, _TAPS, _TAIL, _EVEN, _EPS),
     grid="(4, rows_cap)", block=256, shared_bytes=256, limits=limits_of("ple_mix"),
     reference="token.Ple",
     rows={"key": 0, "value": 0, "streams": 0},
-    exempt={"order": "the only kernel of its order",
+    exempt={"order": "compared from ple_gate, on its cases",
             "integers": "passes through roots and a sigmoid: integers have no exact answer",
             "midpoints": "what is rounded has passed through a root: no input gives an exact tie"},
     controls=planted.PLE_MIX,
@@ -126,6 +125,67 @@ PLE_MIX: Final = KernelSpec(
            Case("long_run", {"cap": 12, "hidden": 128, "runs": "9"}),
            Case("real_width", {"cap": 2, "hidden": 2560, "runs": "1 1"}),
            Case("nonfinite", {"cap": 8, "hidden": 256, "runs": "4 2", "special": "nonfinite"})))
+
+# The three kernels of a launch of many rows: each on the operands of the whole, which are ple_mix's too.
+_PLE_CASES = (Case("one_row", {"cap": 1, "hidden": 256, "runs": "1"}),
+              Case("three_runs", {"cap": 24, "hidden": 392, "runs": "3 1 12"}),
+              Case("long_run", {"cap": 40, "hidden": 130, "runs": "2 33"}),
+              Case("real_width", {"cap": 3, "hidden": 2560, "runs": "1 2"}),
+              Case("beyond_registers", {"cap": 2, "hidden": 3334, "runs": "2"}),
+              Case("nonfinite", {"cap": 16, "hidden": 256, "runs": "11 2", "special": "nonfinite"}))
+
+PLE_GATE: Final = KernelSpec(
+    name="ple_gate", source="token/ple_gate.cu", order="ple_v1",
+    args=(_ROUND,
+          Arg("key", PTR, "(rows_cap, 4 * hidden) f32", "r"),
+          Arg("value", PTR, "(rows_cap, hidden) f32", "r"),
+          Arg("streams", PTR, "(rows_cap, 4 * hidden) f32", "r"),
+          *_NORMS,
+          Arg("conv_in", PTR, "(rows_cap, 4 * hidden) f16, natural order", "w"),
+          Arg("g", PTR, "(rows_cap, 4) f32, the gates", "w"),
+          _EVEN, _EPS),
+    grid="(4, rows_cap)", block=256, shared_bytes=128, limits=limits_of("ple_gate"),
+    reference="token.Ple",
+    rows=dict.fromkeys(("key", "value", "streams", "conv_in", "g"), 0),
+    exempt={"integers": "passes through roots and a sigmoid: integers have no exact answer",
+            "midpoints": "what is rounded has passed through a root: no input gives an exact tie"},
+    controls=planted.PLE_GATE, replaces="ple_mix",
+    bound="derived in check/cases_token.py from the rounding points of ple_v1",
+    cases=_PLE_CASES)
+
+PLE_CONV: Final = KernelSpec(
+    name="ple_conv", source="token/ple_conv.cu", order="ple_v1",
+    args=(_ROUND, _ROWS, _RUNS, _SLOTS,
+          Arg("value", PTR, "(rows_cap, hidden) f32", "r"),
+          Arg("g", PTR, "(rows_cap, 4) f32 of ple_gate", "r"),
+          Arg("conv_in", PTR, "(rows_cap, 4 * hidden) f16 of ple_gate", "r"),
+          _TAPS,
+          Arg("streams", PTR, "(rows_cap, 4 * hidden) f32", "rw"),
+          _TAIL, _EVEN),
+    grid="(ceil(4 * hidden / 512), ceil(rows_cap / 16))", block=256, shared_bytes=448, blocks_per_sm=3,
+    limits=limits_of("ple_conv"),
+    reference="token.Ple",
+    rows=dict.fromkeys(("rows", "value", "g", "conv_in", "streams"), 0),
+    exempt={"order": "compared from ple_gate, on its cases",
+            "integers": "passes through silu: integers have no exact answer",
+            "midpoints": "outputs are f32: nothing is rounded to f16"},
+    controls=planted.PLE_CONV,
+    bound="derived in check/cases_token.py from the rounding points of ple_v1",
+    cases=_PLE_CASES)
+
+PLE_TAIL: Final = KernelSpec(
+    name="ple_tail", source="token/ple_tail.cu", order="",
+    args=(_ROUND, _RUNS, _SLOTS,
+          Arg("conv_in", PTR, "(rows_cap, 4 * hidden) f16 of ple_gate", "r"),
+          _TAIL, _EVEN),
+    grid="(ceil(4 * hidden / 512), rows_cap as runs)", block=256, limits=limits_of("ple_tail"),
+    reference="token.Ple", bound="exact",
+    rows={"conv_in": 0},
+    exempt={"order": "no sum; compared from ple_gate, on its cases",
+            "integers": "copies: every case is compared bit for bit",
+            "midpoints": "copies: every case is compared bit for bit"},
+    controls=planted.PLE_TAIL,
+    cases=_PLE_CASES)
 
 DRAW_ROWS: Final = KernelSpec(
     name="draw_rows", source="token/draw_rows.cu", order="draw_v1",
@@ -147,4 +207,4 @@ DRAW_ROWS: Final = KernelSpec(
            Case("flat_4096", {"cap": 8, "vocab": 4096, "kind": "flat"}, shows=("integers",)),
            Case("real_vocab", {"cap": 3, "vocab": 248_320, "kind": "real"})))
 
-KERNELS: Final = (EMBED_ROWS, ROPE_ROWS, NGRAM_ROWS, PLE_MIX, DRAW_ROWS)
+KERNELS: Final = (EMBED_ROWS, ROPE_ROWS, NGRAM_ROWS, PLE_MIX, PLE_GATE, PLE_CONV, PLE_TAIL, DRAW_ROWS)
