@@ -133,6 +133,13 @@ FN_DEVICE void fn_deep_step(const u8* image, u32 step, const u32 (&a)[4], bool b
     }
 }
 
+template <u32 ROW_TILES> FN_DEVICE void fn_deep_zero(float (&d)[ROW_TILES][4]) {
+#pragma unroll
+    for (u32 j = 0; j < ROW_TILES; j++)
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) d[j][i] = 0.f;
+}
+
 // ---- sums of units ----------------------------------------------------------------------------------------
 
 // part_sum_v1 as the units come: segments of a leaf rising; a finished leaf waits for its neighbour in the tree.
@@ -199,10 +206,17 @@ template <class Shared> struct FnDeep {
     template <u32 ROW_TILES>
     FN_DEVICE void dot(const FnDeepWeights& w, const FnDeepRows& rows, float (&sum)[ROW_TILES][4]) {
 #ifdef FN_HOPPER
-        if (fn_shfl(w.w.format, 0u) == FN_FORMAT_BF16)
-            walk<ROW_TILES, false>(w, rows, sum);
+        // One value for the warp, and the compiler is told so: wgmma under a branch that could divide the warp would
+        // be run one by one.
+        Walk walk;
+        walk.segments = fn_shfl(w.segments, 0u);
+        walk.units = fn_shfl(w.leaves, 0u) * walk.segments;
+        walk.steps = fn_shfl(w.k, 0u) / 16u / walk.units;
+        walk.format = fn_shfl(w.w.format, 0u);
+        if (walk.format == FN_FORMAT_BF16 || walk.steps % 4u)
+            by_steps<ROW_TILES>(walk, sum);
         else
-            walk<ROW_TILES, true>(w, rows, sum);
+            by_blocks<ROW_TILES>(walk, sum);
 #else
         walk(w, rows, sum);
 #endif
@@ -277,86 +291,79 @@ template <class Shared> struct FnDeep {
     }
 
   private:
-    // Decoded weights of the present block; waits for its stage.
-    template <bool BF16> FN_DEVICE void decode(const FnDeepWeights& w, u32 n, u32 (&a)[4][4]) {
-        u32 format = fn_shfl(w.w.format, 0u), bytes = step_bytes(format), stage = i_block % STAGES;
-        u32 warp = threadIdx.x >> 5;
+    struct Walk { u32 format, units, segments, steps; };  // steps: k steps of a unit
+
+    // Decoded weights of the present block of n steps; waits for its stage.
+    FN_DEVICE void decode(u32 format, u32 n, u32 (&a)[4][4]) {
+        u32 bytes = step_bytes(format), stage = i_block % STAGES, warp = threadIdx.x >> 5;
         fn_barrier_wait(&s.full[stage], (i_block / STAGES) & 1u);
         bool exl3 = (format & 255u) == FN_FORMAT_EXL3;
         const u8* at = s.weights[stage] + warp * (exl3 ? bytes : 2048u);
-        if constexpr (BF16)
-            fn_deep_plain(true, at, 512u, n, a);
-        else
-            fn_deep_operand(format, at, exl3 ? FN_DEEP_WARPS * bytes : 512u, n, a);
-    }
-
-    // All products of the present block, asynchronous.
-    template <u32 ROW_TILES>
-    FN_DEVICE void issue(u32 step, u32 n, const u32 (&a)[4][4], float (&d)[ROW_TILES][4]) {
-        u64 rows = fn_tile_descriptor(s.rows[i_block % STAGES]) + 2u * step;
-        fn_wgmma_fence();
-#pragma unroll
-        for (u32 i = 0; i < 4; i++)
-            if (i < n) fn_wgmma(d, a[i], rows + 2u * i);
-        fn_wgmma_commit();
+        fn_deep_operand(format, at, exl3 ? FN_DEEP_WARPS * bytes : 512u, n, a);
     }
     FN_DEVICE void release(u32 block) {
         if ((threadIdx.x & 31u) == 0) fn_barrier_arrive(&s.empty[block % STAGES]);
     }
 
-    template <u32 ROW_TILES, bool WGMMA>
-    FN_DEVICE void walk(const FnDeepWeights& w, const FnDeepRows& rows, float (&sum)[ROW_TILES][4]) {
-        // One value for the warp, and the compiler is told so: wgmma under a branch that could divide the warp would
-        // be run one by one.
-        u32 segments = fn_shfl(w.segments, 0u), units = fn_shfl(w.leaves, 0u) * segments, at = 0;
-        u32 steps = fn_shfl(w.k, 0u) / 16u / units;
+    // Units are whole blocks of 64 k.  A block's weights are decoded while the products of the block before run.
+    template <u32 ROW_TILES> FN_DEVICE void by_blocks(const Walk& walk, float (&sum)[ROW_TILES][4]) {
         FnDeepSum<ROW_TILES> units_sum;
 #pragma unroll 1
-        for (u32 unit = 0; unit < units; unit++) {
-            u32 end = at + steps;
+        for (u32 unit = 0; unit < walk.units; unit++) {
             float d[ROW_TILES][4];
-#pragma unroll
-            for (u32 j = 0; j < ROW_TILES; j++)
-#pragma unroll
-                for (u32 i = 0; i < 4; i++) d[j][i] = 0.f;
-            if constexpr (WGMMA) {
-                u32 a[2][4][4];
-                u32 first = i_block;
-                fn_hold(d);
-#pragma unroll 1
-                while (at < end) {
-#pragma unroll
-                    for (u32 half = 0; half < 2; half++) {
-                        if (at >= end) break;
-                        u32 n = fn_min_u32((at & ~3u) + 4u, end) - at;
-                        decode<false>(w, n, a[half]);
-                        issue(at & 3u, n, a[half], d);
-                        fn_wgmma_wait<1>();
-                        if (i_block > first) release(i_block - 1u);
-                        at += n;
-                        i_block++;
-                    }
-                }
-                fn_hold(d);
-                fn_wgmma_wait<0>();
-                fn_hold(d);
-                release(i_block - 1u);
-            } else {
-#pragma unroll 1
-                while (at < end) {
-                    u32 n = fn_min_u32((at & ~3u) + 4u, end) - at, a[4][4];
-                    decode<true>(w, n, a);
-#pragma unroll
-                    for (u32 i = 0; i < 4; i++)
-                        if (i < n)
-                            fn_deep_step(s.rows[i_block % STAGES], (at & 3u) + i, a[i], true, ROW_TILES, d);
-                    __syncwarp();
-                    release(i_block);
-                    at += n;
-                    i_block++;
-                }
+            u32 a[2][4][4], first = i_block, last = first + walk.steps / 4u;
+            fn_deep_zero(d);
+            fn_hold(d);
+            for (;;) {
+                next(walk.format, first, a[0], d);
+                if (i_block == last) break;
+                next(walk.format, first, a[1], d);
+                if (i_block == last) break;
             }
-            units_sum.add(unit, w.leaves, w.segments, d, sum);
+            fn_wgmma_wait<0>();
+            fn_hold(d);
+            release(last - 1u);
+            units_sum.add(unit, walk.units / walk.segments, walk.segments, d, sum);
+        }
+    }
+    // Decode the present block and start its products; when those of the block before are done give back its stage.
+    template <u32 ROW_TILES>
+    FN_DEVICE void next(u32 format, u32 first, u32 (&a)[4][4], float (&d)[ROW_TILES][4]) {
+        decode(format, 4u, a);
+        u64 rows = fn_tile_descriptor(s.rows[i_block % STAGES]);
+        fn_wgmma_fence();
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) fn_wgmma(d, a[i], rows + 2u * i);
+        fn_wgmma_commit();
+        fn_wgmma_wait<1>();
+        if (i_block > first) release(i_block - 1u);
+        i_block++;
+    }
+
+    // bf16 weights, whose operand comes in two halves, and units that end inside a block.
+    template <u32 ROW_TILES> FN_DEVICE void by_steps(const Walk& walk, float (&sum)[ROW_TILES][4]) {
+        FnDeepSum<ROW_TILES> units_sum;
+        u32 at = 0;
+#pragma unroll 1
+        for (u32 unit = 0; unit < walk.units; unit++) {
+            u32 end = at + walk.steps;
+            float d[ROW_TILES][4];
+            fn_deep_zero(d);
+#pragma unroll 1
+            while (at < end) {
+                u32 n = fn_min_u32((at & ~3u) + 4u, end) - at, a[4][4];
+                decode(walk.format, n, a);
+#pragma unroll
+                for (u32 i = 0; i < 4; i++)
+                    if (i < n)
+                        fn_deep_step(s.rows[i_block % STAGES], (at & 3u) + i, a[i],
+                                     walk.format == FN_FORMAT_BF16, ROW_TILES, d);
+                __syncwarp();
+                release(i_block);
+                at += n;
+                i_block++;
+            }
+            units_sum.add(unit, walk.units / walk.segments, walk.segments, d, sum);
         }
     }
 #else
@@ -377,10 +384,7 @@ template <class Shared> struct FnDeep {
         for (u32 unit = 0; unit < units; unit++) {
             u32 end = at + steps;
             float d[ROW_TILES][4];
-#pragma unroll
-            for (u32 j = 0; j < ROW_TILES; j++)
-#pragma unroll
-                for (u32 i = 0; i < 4; i++) d[j][i] = 0.f;
+            fn_deep_zero(d);
 #pragma unroll 1
             while (at < end) {
                 u32 n = fn_min_u32((at & ~3u) + 4u, end) - at, a[4][4];

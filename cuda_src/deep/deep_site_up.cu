@@ -16,6 +16,8 @@ struct DeepSiteShared {
     FnDeepShared<4, 16384> deep;
 };
 
+const u32 AT_ONCE = 8;  // rows of a warp whose streams are on their way together
+
 struct Site {
     const float *streams, *rinv, *w;
     float* m;
@@ -28,19 +30,31 @@ FN_DEVICE void mix(const DeepSiteShared& s, const Site& site, u32 channel, u32 r
     float scale[4];
 #pragma unroll
     for (u32 j = 0; j < 4; j++) scale[j] = fn_add(1.f, fn_ldg(site.w + j * hidden + channel + lane));
-#pragma unroll 4
-    for (u32 row = threadIdx.x >> 5; row < live; row += FN_DEEP_WARPS) {
-        u64 at = (u64)(row0 + row) * hidden + channel + lane;
-        const float* stream = site.streams + 4u * ((u64)(row0 + row) * hidden) + channel + lane;
-        float4 r = fn_ldg(reinterpret_cast<const float4*>(site.rinv) + row0 + row);
-        float rinv[4] = {r.x, r.y, r.z, r.w}, sum = 0.f;
+    for (u32 first = threadIdx.x >> 5; first < live; first += AT_ONCE * FN_DEEP_WARPS) {
+        float x[AT_ONCE][4];  // all asked for before the first is used
+        float4 r[AT_ONCE];
 #pragma unroll
-        for (u32 j = 0; j < 4; j++) {
-            float n = fn_mul(fn_mul(fn_ldg(stream + j * hidden), rinv[j]), scale[j]);
-            float g = fn_sigmoid(s.deep.tile[row][32u * j + lane]);
-            sum = j ? fn_fma(g, n, sum) : fn_mul(g, n);
+        for (u32 i = 0; i < AT_ONCE; i++) {
+            u64 row = row0 + first + i * FN_DEEP_WARPS;
+            if (first + i * FN_DEEP_WARPS >= live) continue;
+            r[i] = fn_ldg(reinterpret_cast<const float4*>(site.rinv) + row);
+#pragma unroll
+            for (u32 j = 0; j < 4; j++)
+                x[i][j] = fn_ldg(site.streams + (4u * row + j) * hidden + channel + lane);
         }
-        site.m[at] = fn_mul(sum, 0.25f);
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++) {
+            u32 row = first + i * FN_DEEP_WARPS;
+            if (row >= live) continue;
+            float rinv[4] = {r[i].x, r[i].y, r[i].z, r[i].w}, sum = 0.f;
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                float n = fn_mul(fn_mul(x[i][j], rinv[j]), scale[j]);
+                float g = fn_sigmoid(s.deep.tile[row][32u * j + lane]);
+                sum = j ? fn_fma(g, n, sum) : fn_mul(g, n);
+            }
+            site.m[(u64)(row0 + row) * hidden + channel + lane] = fn_mul(sum, 0.25f);
+        }
     }
 }
 

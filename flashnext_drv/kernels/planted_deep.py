@@ -45,9 +45,9 @@ DEEP_SITE_UP: Final = (
     _one("streams_falling", "order", _SITE, "sum = j ? fn_fma(g, n, sum) : fn_mul(g, n);",
          "sum = j ? fn_add(fn_mul(g, n), sum) : fn_mul(g, n);"),
     _one("fourth_lost", "scale", _SITE, "fn_mul(sum, 0.25f)", "fn_mul(sum, 0.2500001f)"),
-    _one("n_f16", "rounding", _SITE, "float n = fn_mul(fn_mul(fn_ldg(stream + j * hidden), rinv[j]), scale[j]);",
-         "float n = fn_h2f(fn_f2h(fn_mul(fn_mul(fn_ldg(stream + j * hidden), rinv[j]), scale[j])));"),
-    _one("last_row", "tail", _SITE, "row < live; row", "row + 1u < live; row"),
+    _one("n_f16", "rounding", _SITE, "float n = fn_mul(fn_mul(x[i][j], rinv[j]), scale[j]);",
+         "float n = fn_h2f(fn_f2h(fn_mul(fn_mul(x[i][j], rinv[j]), scale[j])));"),
+    _one("last_row", "tail", _SITE, "if (row >= live) continue;", "if (row + 1u >= live) continue;"),
     _one("first_rinv", "index", _SITE, "rinv[j]), scale[j]);", "rinv[0]), scale[j]);"),
     _one("other_streams", "layout", _SITE, "s.deep.tile[row][32u * j + lane]", "s.deep.tile[row][4u * lane + j]"),
 )
