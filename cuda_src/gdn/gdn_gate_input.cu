@@ -1,7 +1,7 @@
 // gdn_gate_input: norm and gate of the DeltaNet output, then the operand row of the output projection.
 // Contract    o, z (rows_cap, n_v 128) f32, norm_w (128) f32 -> linear.x (rows_cap, x_stride) f16 in fragment
-//             order, or a tile image where linear.tiled says so; rotated for EXL3.  linear.k == n_v 128.  gate: 0 sigmoid, 1 silu.  Rows >= round.n_rows
-//             are not touched.
+//             order, or a tile image where linear.tiled says so; rotated for EXL3.  linear.k == n_v
+//             128.  gate: 0 sigmoid, 1 silu.  Rows >= round.n_rows are not touched.
 // Launch      grid (ceil(n_v / 4), rows_cap), block 128: one warp a head, which is one block of 128 inputs.
 // Arithmetic  order gdn_gate_v1: lane l holds elements 4l .. 4l+3; sum = fma(o, o, acc) from +0 over its
 //             four, rising, then fn_warp_sum;  r = rsqrt(sum * 2^-7 + eps);  v = ((o * r) * norm_w) * act(z);

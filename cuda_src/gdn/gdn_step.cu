@@ -15,37 +15,13 @@
 // Equality    a run of n rows gives the bytes of n runs of one row, state included.  NaN and Inf of a head
 //             stay in it.
 // Reference   ref/gdn.py delta_rule.  Source: model.md section 4, steps 3 to 5.
-#include "warp.cuh"
+#include "gdn/unit.cuh"
 #include "tables.cuh"
-
-namespace FN_NAMESPACE {
-const float L2_EPS = 1e-6f;                    // model.md section 4, step 3
-const float KEY_SCALE = 0x1.6a09e6p-4f;        // 128^-1/2 rounded to f32
-
-FN_DEVICE float dot(const float4 (&x)[8], const float4 (&y)[8]) {
-    float acc = 0.f;
-#pragma unroll
-    for (int m = 0; m < 8; m++) {
-        acc = fn_fma(x[m].x, y[m].x, acc);
-        acc = fn_fma(x[m].y, y[m].y, acc);
-        acc = fn_fma(x[m].z, y[m].z, acc);
-        acc = fn_fma(x[m].w, y[m].w, acc);
-    }
-    return fn_warp_sum4(acc);
-}
-FN_DEVICE float4 times(float4 v, float f) {
-    return make_float4(fn_mul(v.x, f), fn_mul(v.y, f), fn_mul(v.z, f), fn_mul(v.w, f));
-}
-FN_DEVICE void load8(float4 (&v)[8], const float* from) {
-#pragma unroll
-    for (int m = 0; m < 8; m++) v[m] = fn_ld(reinterpret_cast<const float4*>(from) + 4 * m);
-}
-}  // namespace FN_NAMESPACE
 
 FN_KERNEL((const FnRound* round, const FnRun* runs, const FnSlot* slots, const float* qkv, const float* a,
            const float* b, const float* a_log, const float* dt_bias, u64 state_offset, float* o, u32 n_k,
            u32 n_v)) {
-    using namespace FN_NAMESPACE;
+    using namespace fn_unit;
     u32 n_runs = fn_ld(&round->n_runs);
     FnRun run = fn_ld(runs + blockIdx.y);  // together with n_runs; any bytes beyond it
     if (blockIdx.y >= n_runs) return;

@@ -1,10 +1,7 @@
 """Contract cases of the gdn family: convolution, recurrence and output gate, against FP64 from the operands
 as the kernels rounded them.
 
-Called by check/contract.py.  `dims["runs"]` ("3,1,2") gives the rows of each run.  Run i is sequence i, whose
-inputs and first state are the same whatever the other runs are; it lives in slot n-1-i of n = runs + 1 slots,
-so that slot and run never agree by chance.  `dims["sequences"]` ("2,0") picks other sequences,
-`dims["first"]` the sequences' first row.
+Called by check/contract.py.  Runs, slots and state: gdn_runs.py.  The prompt's kernels: cases_gdn_deep.py.
 """
 
 from __future__ import annotations
@@ -16,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.spec import Case
-from ..kernels.tables import FORMAT_F16, LINEAR, SLOT, exl3_format
-from .contract import Operands, poison
+from ..kernels.tables import FORMAT_F16, LINEAR, exl3_format
+from . import cases_gdn_deep
+from .contract import Operands
+from .gdn_runs import HEAD, OFFSET, Runs, run_lengths
 from .operands import (
     F32_ULP,
     field_at,
@@ -31,7 +30,6 @@ from .operands import (
     round_table,
     row_order,
     rows_of,
-    run_table,
     sigmoid64,
     signed,
     to_tiles,
@@ -39,13 +37,11 @@ from .operands import (
     within_f16,
 )
 
-__all__ = ["build", "run_lengths"]
+__all__ = ["OFFSET", "build", "run_lengths"]
 
 Arrays = dict[str, NDArray[Any]]
 F64Array = NDArray[np.float64]
 N_ROWS: Final = 16
-HEAD: Final = 128
-OFFSET: Final = 512  # bytes before the state of the layer under test: another layer's, must stay
 EPS: Final = 1e-6
 
 
@@ -54,71 +50,9 @@ def build(name: str, case: Case, seed: int) -> Operands:
     return _BUILDERS[name](case, seed)
 
 
-def run_lengths(case: Case) -> list[int]:
-    """Rows of each run."""
-    return [int(n) for n in str(case["runs"]).split(",")]
-
-
-class _Runs:
-    """The runs of a case: tables, slots, and rows gathered from per-sequence data."""
-
-    def __init__(self, case: Case, seed: int, shape: tuple[int, ...], dtype: Any) -> None:
-        self.shape, self.dtype = shape, np.dtype(dtype)
-        self.size = int(np.prod(shape))
-        self.before = OFFSET // self.dtype.itemsize
-        self.case, self.seed = case, seed
-        self.lengths = run_lengths(case)
-        self.cap = case.int("rows_cap")
-        self.first = int(case.dims.get("first", 0))
-        picked = str(case.dims.get("sequences", ",".join(str(i) for i in range(len(self.lengths)))))
-        self.sequences = [int(i) for i in picked.split(",")]
-        self.slots = [len(self.lengths) - i for i in range(len(self.lengths))]
-        self.n_rows = sum(self.lengths)
-        self.stride = OFFSET + -(-self.size * self.dtype.itemsize // 256) * 256
-        self.state = poison((len(self.lengths) + 1, self.stride // self.dtype.itemsize), self.dtype)
-
-    def rows(self, values: Callable[[int], NDArray[Any]]) -> NDArray[Any]:
-        """(rows_cap, ...) of the launch; values(sequence) gives that sequence's (N_ROWS, ...)."""
-        joined = np.concatenate(
-            [
-                values(q)[self.first : self.first + n]
-                for q, n in zip(self.sequences, self.lengths, strict=True)
-            ]
-        )
-        return rows_of(joined, range(self.n_rows), self.cap)
-
-    def fill(self, i_run: int, state: NDArray[Any]) -> None:
-        self.state[self.slots[i_run], self.before : self.before + self.size] = state.reshape(-1)
-
-    def read(self, state: NDArray[Any], i_run: int) -> NDArray[Any]:
-        """The state of run i out of the array after the launch; everything around it must still be poison."""
-        mine = state[self.slots[i_run]]
-        untouched("state of another layer", mine[: self.before])
-        untouched("bytes behind the state", mine[self.before + self.size :])
-        untouched("slot without a run", state[0])
-        found: NDArray[Any] = mine[self.before : self.before + self.size].reshape(self.shape)
-        return found
-
-    def spans(self) -> list[slice]:
-        ends = np.cumsum([0, *self.lengths])
-        return [slice(int(a), int(b)) for a, b in zip(ends[:-1], ends[1:], strict=True)]
-
-    def arrays(self) -> Arrays:
-        return {
-            "round": round_table(self.n_rows, self.cap, len(self.lengths)),
-            "runs": run_table(self.lengths, self.slots, self.cap),
-            "slots": np.zeros(len(self.state), SLOT),
-            "state": self.state,
-        }
-
-    def relocations(self) -> list[tuple[str, int, str, int]]:
-        at = field_at(SLOT, "recurrent")
-        return [("slots", s * SLOT.itemsize + at, "state", s * self.stride) for s in self.slots]
-
-
 def _gdn_conv(case: Case, seed: int) -> Operands:
     channels = case.int("channels")
-    runs = _Runs(case, seed, (3, channels), np.float16)
+    runs = Runs(case, seed, (3, channels), np.float16)
     w = signed(seed, "w", (channels, 4), 1.0)
     tails = [signed(seed, f"tail{q}", (3, channels), 4.0).astype(np.float16) for q in runs.sequences]
     for i, tail in enumerate(tails):
@@ -168,7 +102,7 @@ def _gdn_conv(case: Case, seed: int) -> Operands:
 def _gdn_step(case: Case, seed: int) -> Operands:
     n_k, n_v = case.int("n_k"), case.int("n_v")
     special = case.dims.get("special")
-    runs = _Runs(case, seed, (n_v, HEAD, HEAD), np.float32)
+    runs = Runs(case, seed, (n_v, HEAD, HEAD), np.float32)
     a_log, dt_bias = signed(seed, "a_log", (n_v,), 1.0), signed(seed, "dt_bias", (n_v,), 2.0)
     states = [
         signed(seed, f"state{q}", (n_v, HEAD, HEAD), 0.0 if special == "zero" else 0.5)
@@ -332,4 +266,5 @@ _BUILDERS: Final[dict[str, Callable[[Case, int], Operands]]] = {
     "gdn_conv": _gdn_conv,
     "gdn_step": _gdn_step,
     "gdn_gate_input": _gdn_gate_input,
+    **cases_gdn_deep.BUILDERS,
 }

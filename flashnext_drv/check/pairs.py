@@ -10,7 +10,6 @@ has a pair that ends with it, or takes the same operands.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -21,10 +20,12 @@ from ..kernels import catalog
 from ..kernels.exl3 import dot_segments
 from ..kernels.spec import Case, KernelSpec
 from ..kernels.tables import LINE, LINEAR
+from .cases_gdn_deep import PAIRS as GDN
 from .contract import CheckDevice, Operands, Ran, launch_case, poison
 from .mates import planes
 from .operands import field_at, round_table
 from .pairing import Expected, Pair, Then, Turned, as_it_is, same_operands
+from .pairs_attn import PAIRS as ATTN
 from .pairs_deep import PAIRS as DEEP
 from .pairs_moe_deep import turned_input, turned_sum
 from .pairs_ple import after_conv, after_gate, as_mix
@@ -84,20 +85,6 @@ def _streams(case: Case, given: Operands, ran: Ran) -> Turned:
         arrays, {"hidden": hidden}, (-(-hidden // 256), cap, 1), [], ("streams",), lambda _: None
     )
     return operands, lambda other: [("streams", ran.found["streams"], other.found["streams"])]
-
-
-def _score_rows(case: Case, given: Operands, ran: Ran) -> Turned:
-    """index_score_deep -> index_score on all rows."""
-    cap, first = len(given.arrays["rows"]), int(given.scalars["first_row"])
-    rows = min(int(given.arrays["round"]["n_rows"][0]) - first, len(given.arrays["score"]))
-    arrays = {name: array for name, array in given.arrays.items() if name != "runs"}
-    arrays["score"] = poison((cap, int(given.scalars["max_blocks"])), np.float32)
-    operands = replace(given, arrays=arrays, grid=(1, cap, 1))
-
-    def compared(other: Ran) -> Expected:
-        return [("score", ran.found["score"][:rows], other.found["score"][first : first + rows])]
-
-    return operands, compared
 
 
 def _slots(case: Case, given: Operands, parts: tuple[str, ...]) -> Iterator[tuple[int, int, int, str, int]]:
@@ -206,11 +193,12 @@ PAIRS: Final = (
     Pair("linear_gemv_n8", "linear_gemv_n16", as_it_is),
     Pair("site_up_n8", "site_up_n16", as_it_is),
     Pair("site_norm", "stream_add", _streams),
-    Pair("index_score_deep", "index_score", _score_rows),
     Pair("moe_gemv_gu", "linear_gemv_n8", _expert_dots),
     Pair("moe_gemv_down", "linear_gemv_n8", _expert_dots),
     Pair("moe_input", "linear_input", _expert_operands),
+    *ATTN,
     *DEEP,
+    *GDN,
     Pair("ple_gate", "ple_mix", as_mix, more=(Then("ple_conv", after_gate), Then("ple_tail", after_conv))),
     Pair("moe_deep_input", "moe_input", turned_input),
     Pair("moe_deep_sum", "moe_sum", turned_sum),

@@ -13,7 +13,7 @@ from . import planted_gdn as planted
 from .limits import limits_of
 from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec
 
-__all__ = ["GDN_CONV", "GDN_GATE_INPUT", "GDN_STEP", "KERNELS"]
+__all__ = ["GDN_CONV", "GDN_DEEP_INPUT", "GDN_GATE_INPUT", "GDN_SCAN", "GDN_STEP", "KERNELS"]
 
 _ROUND: Final = Arg("round", PTR, "FnRound", "r")
 _RUNS: Final = Arg("runs", PTR, "FnRun[rows_cap]", "r")
@@ -154,4 +154,102 @@ GDN_GATE_INPUT: Final = KernelSpec(
     ),
 )
 
-KERNELS: Final = (GDN_CONV, GDN_STEP, GDN_GATE_INPUT)
+GDN_DEEP_INPUT: Final = KernelSpec(
+    name="gdn_deep_input",
+    source="gdn/gdn_deep_input.cu",
+    order="gdn_conv_v1",
+    args=(
+        _ROUND,
+        Arg("rows", PTR, "FnRow[rows_cap]", "r"),
+        _RUNS,
+        _SLOTS,
+        Arg("x", PTR, "(rows_cap, C) f32, C = (2 n_k + n_v) 128: q, k, v heads", "r"),
+        Arg("a", PTR, "(rows_cap, n_v) f32", "r"),
+        Arg("b", PTR, "(rows_cap, n_v) f32", "r"),
+        Arg("w", PTR, "(C, 4) f32, oldest tap first", "r"),
+        Arg("a_log", PTR, "(n_v) f32", "r"),
+        Arg("dt_bias", PTR, "(n_v) f32", "r"),
+        Arg("tail_offset", U64, "bytes from slot.recurrent to the tail, f16 (3, C), oldest first"),
+        Arg("qkv", PTR, "(rows_cap, C) f32: unit q times 128^-1/2, unit k, v", "w"),
+        Arg("gates", PTR, "(rows_cap, n_v, 2) f32: decay, beta", "w"),
+        Arg("n_k", U32, "key heads"),
+        Arg("n_v", U32, "value heads, multiple of n_k"),
+    ),
+    grid="2 n_k + n_v + 1, ceil(rows_cap / 32)",
+    block=128,
+    shared_bytes=32 * 144 * 4,
+    blocks_per_sm=4,
+    limits=limits_of("gdn_deep_input"),
+    reference="gdn.causal_conv",
+    replaces="gdn_step",  # with gdn_scan behind it
+    rows={"rows": 0, "x": 0, "a": 0, "b": 0, "qkv": 0, "gates": 0, "out": 0, "o": 0},
+    exempt={"integers": "passes through silu: integers have no exact answer"},
+    controls=planted.GDN_DEEP_INPUT,
+    bound=(
+        "Before the norm as gdn_conv. A unit vector: of what stands before it, its own error and that of the "
+        "root of the sum of squares; 22 roundings of 2^-24 (q: 23). beta 3 ulp; decay: 8 roundings of its "
+        "exponent and 4."
+    ),
+    cases=(
+        _case("one_row", n_k=1, n_v=2),
+        _case("window", n_k=1, n_v=2, runs="5"),
+        _case("mixed_runs", n_k=2, n_v=4, runs="3,1,2,7,3"),
+        _case("blocks", n_k=1, n_v=1, runs="30,1,16", rows_cap=96),
+        _case("edges", n_k=1, n_v=1, runs="32,2,31", rows_cap=96),
+        _case("long", n_k=1, n_v=1, runs="70", rows_cap=72),
+        _case("zero", n_k=1, n_v=1, runs="2", special="zero"),
+        _case("nonfinite", n_k=1, n_v=2, runs="5,1", special="nonfinite"),
+        _case("midpoints", n_k=1, n_v=1, runs="5,1", special="midpoints"),
+    ),
+)
+
+GDN_SCAN: Final = KernelSpec(
+    name="gdn_scan",
+    source="gdn/gdn_scan.cu",
+    order="gdn_step_v1",
+    args=(
+        _ROUND,
+        _RUNS,
+        _SLOTS,
+        Arg("x", PTR, "(rows_cap, C) f32, C = (2 n_k + n_v) 128: inputs of the convolution", "r"),
+        Arg("qkv", PTR, "(rows_cap, C) f32: unit q times 128^-1/2, unit k, v", "r"),
+        Arg("gates", PTR, "(rows_cap, n_v, 2) f32: decay, beta", "r"),
+        Arg(
+            "state_offset",
+            U64,
+            "bytes from slot.recurrent to the state, f32 (n_v, 128 columns, 128 key rows)",
+        ),
+        Arg("tail_offset", U64, "bytes from slot.recurrent to the tail, f16 (3, C), oldest first"),
+        Arg("o", PTR, "(rows_cap, n_v 128) f32", "w"),
+        Arg("n_k", U32, "key heads"),
+        Arg("n_v", U32, "value heads, multiple of n_k"),
+    ),
+    grid="n_k ceil(8 n_v / (3 n_k)), rows_cap as runs",
+    block=128,
+    shared_bytes=32 * 1248,
+    blocks_per_sm=2,
+    limits=limits_of("gdn_scan"),
+    reference="gdn.delta_rule",
+    rows={"x": 0, "qkv": 0, "gates": 0, "o": 0},
+    exempt={"order": "its bytes stand in gdn_deep_input's pair: both against gdn_conv and gdn_step",
+            "integers": "sums of 128 products after products: integers have no exact answer",
+            "midpoints": "the tail alone is rounded to f16; gdn_conv's midpoints show that rounding"},
+    controls=planted.GDN_SCAN,
+    bound=(
+        "One step from the state as stored: sums of 128 products err by (32 + 2) 2^-24 sum |terms|; carried "
+        "through the run's rows by the FP64 reference's own magnitudes. The tail is exact."
+    ),
+    cases=(
+        _case("one_row", n_k=1, n_v=3),
+        _case("decode_three", n_k=1, n_v=3, runs="1,1,1"),
+        _case("two_rows", n_k=1, n_v=1, runs="2"),
+        _case("mixed_runs", n_k=2, n_v=6, runs="3,1,2"),
+        _case("two_heads", n_k=1, n_v=2, runs="9,8", rows_cap=24),
+        _case("ring", n_k=1, n_v=1, runs="40,7,24", rows_cap=72),
+        _case("zero_state", n_k=1, n_v=3, runs="2", special="zero"),
+        _case("nonfinite", n_k=1, n_v=3, runs="3,1", special="nonfinite"),
+        _case("nonfinite_state", n_k=1, n_v=3, runs="2,1", special="nonfinite_state"),
+    ),
+)
+
+KERNELS: Final = (GDN_CONV, GDN_STEP, GDN_GATE_INPUT, GDN_DEEP_INPUT, GDN_SCAN)

@@ -10,11 +10,14 @@ from typing import Final
 
 from .spec import Control, Edit
 
-__all__ = ["GDN_CONV", "GDN_GATE_INPUT", "GDN_STEP"]
+__all__ = ["GDN_CONV", "GDN_DEEP_INPUT", "GDN_GATE_INPUT", "GDN_SCAN", "GDN_STEP"]
 
 _CONV: Final = "gdn/gdn_conv.cu"
 _STEP: Final = "gdn/gdn_step.cu"
 _GATE: Final = "gdn/gdn_gate_input.cu"
+_UNIT: Final = "gdn/unit.cuh"
+_DEEP: Final = "gdn/gdn_deep_input.cu"
+_SCAN: Final = "gdn/gdn_scan.cu"
 
 
 def _one(name: str, kind: str, file: str, old: str, new: str, *cases: str) -> Control:
@@ -55,7 +58,7 @@ GDN_STEP: Final = (
     _one(
         "lanes_crosswise",
         "order",
-        _STEP,
+        _UNIT,
         "    return fn_warp_sum4(acc);",
         "    acc = fn_add(acc, fn_shfl_xor(acc, 2u));\n    return fn_add(acc, fn_shfl_xor(acc, 1u));",
     ),
@@ -69,7 +72,7 @@ GDN_STEP: Final = (
     _one(
         "seven_eighths",
         "leaf",
-        _STEP,
+        _UNIT,
         "    for (int m = 0; m < 8; m++) {\n        acc = fn_fma(x[m].x",
         "    for (int m = 0; m < 7; m++) {\n        acc = fn_fma(x[m].x",
     ),
@@ -144,4 +147,64 @@ GDN_GATE_INPUT: Final = (
         "tiled_two_images",
     ),
     _one("last_head", "tail", _GATE, "|| head >= n_v) return;", "|| head + 1u >= n_v) return;"),
+)
+
+GDN_DEEP_INPUT: Final = (
+    _one(
+        "lanes_crosswise",
+        "order",
+        _UNIT,
+        "    return fn_warp_sum4(acc);",
+        "    acc = fn_add(acc, fn_shfl_xor(acc, 2u));\n    return fn_add(acc, fn_shfl_xor(acc, 1u));",
+    ),
+    _one(
+        "split",
+        "contraction",
+        _DEEP,
+        "v = fn_fma(tap.w, f3, v);",
+        "v = fn_add(fn_mul(tap.w, f3), v);",
+    ),
+    _one("rounded_twice", "rounding", _DEEP, "float f3 = fn_h2f(fn_f2h(in[i]));",
+         "float f3 = fn_h2f(fn_f2h(fn_b2f(fn_f2b(in[i]))));"),
+    _one("ties_away", "tie", _DEEP, "float f3 = fn_h2f(fn_f2h(in[i]));",
+         "float f3 = fn_h2f(fn_f2h(fn_u2f(fn_f2u(in[i]) + 1u)));", "midpoints"),
+    _one("first_run", "stale", _DEEP, "fn_ld(&rows[row].run)", "fn_ld(&rows[first].run)", "mixed_runs"),
+    _one("tail_always", "index", _DEEP, "into >= 3u ?", "into >= 99u ?", "blocks", "long"),
+    _one("last_row", "tail", _DEEP, "if (first + mine >= end) return;",
+         "if (first + mine + 1u >= end) return;"),
+    _one("query_unscaled", "scale", _DEEP, "head < n_k ? fn_unit::times", "head > n_k ? fn_unit::times"),
+    _one("too_early", "barrier", _DEEP, "    __syncthreads();\n", ""),
+    _one("gates_swapped", "layout", _DEEP,
+         "make_float2(fn_exp(-fn_mul(rate, soft)), fn_sigmoid(fn_ldg(b + at)))",
+         "make_float2(fn_sigmoid(fn_ldg(b + at)), fn_exp(-fn_mul(rate, soft)))"),
+)
+
+GDN_SCAN: Final = (
+    _one(
+        "lanes_crosswise",
+        "order",
+        _SCAN,
+        """    s0 = fn_add(s0, fn_shfl_xor(s0, 1u));
+    s1 = fn_add(s1, fn_shfl_xor(s1, 1u));
+    s0 = fn_add(s0, fn_shfl_xor(s0, 2u));
+""",
+        """    s0 = fn_add(s0, fn_shfl_xor(s0, 2u));
+    s1 = fn_add(s1, fn_shfl_xor(s1, 1u));
+    s0 = fn_add(s0, fn_shfl_xor(s0, 1u));
+""",
+    ),
+    _one("update_split", "contraction", _SCAN, "make_float4(fn_fma(k.x, delta, M.x),",
+         "make_float4(fn_add(fn_mul(k.x, delta), M.x),"),
+    _one("seven_eighths", "leaf", _SCAN, "for (u32 m = 4; m < 8u; m++) {", "for (u32 m = 4; m < 7u; m++) {",
+         "mixed_runs"),
+    _one("decay_f16", "rounding", _SCAN, "lane.decay = gate.x;", "lane.decay = fn_h2f(fn_f2h(gate.x));"),
+    _one("query_of_the_next", "index", _SCAN, "part(now.q + 4u * p, m)", "part(after.q + 4u * p, m)",
+         "mixed_runs"),
+    _one("last_row", "tail", _SCAN, "if (writes && n > 1u) o[", "if (writes && n > 2u) o["),
+    _one("old_tail", "stale", _SCAN, "f[i] = n + i >= 3u ?", "f[i] = n + i >= 4u ?", "two_rows"),
+    _one("no_wait", "barrier", _SCAN, "            fn_cp_async_wait<1>();\n", "", "ring"),
+    _one("one_group_less", "barrier", _SCAN, "fn_cp_async_wait<1>();", "fn_cp_async_wait<2>();", "ring"),
+    _one("first_stage_alone", "barrier", _SCAN,
+         "if ((t + 1u) % TOKENS == 0 && t + 1u < n) __syncthreads();", "",
+         "two_heads"),
 )
