@@ -1,8 +1,8 @@
 // linear_input: makes the f16 operand rows of the linears of one launch from their common f32 input.
-// Contract    x (rows_cap, x_stride) f32; linears FnLinear[grid.y] -> linears[j].x (rows_cap,
-//             linears[j].x_stride) f16 in fragment order, elements 0 .. k - 1 of rows < n_rows.  EXL3: k %
-//             128 == 0, rotated with the linear's suh; f16 and bf16: k % 16 == 0, rounded as they are.
-//             Touches nothing else.
+// Contract    x (rows_cap, x_stride) f32, x_stride % 4 == 0; linears FnLinear[grid.y] -> linears[j].x
+//             (rows_cap, linears[j].x_stride) f16 in fragment order, or a tile image where linears[j].tiled
+//             says so, elements 0 .. k - 1 of rows < n_rows.  EXL3: k % 128 == 0, rotated with the linear's
+//             suh; f16 and bf16: k % 16 == 0, rounded as they are.  Touches nothing else.
 // Launch      grid (ceil(k_max / 512), n_linears, rows_cap), block 128: one warp a block of 128 inputs.
 // Arithmetic  fn_mul(x, suh), fn_hadamard128, f16 once (order hadamard); plain: f16 once.
 // Equality    the same bytes as gdn_gate_input, qsa_merge and moe_input for the same values: one helper makes
@@ -18,8 +18,8 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, const float* x, u32 x_
     if (128u * block >= linear.k) return;
     float v[4] = {0.f, 0.f, 0.f, 0.f};
     if (k < linear.k) {
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) v[i] = x[(u64)row * x_stride + k + i];
+        float4 quad = fn_ldg(reinterpret_cast<const float4*>(x + (u64)row * x_stride + k));
+        v[0] = quad.x, v[1] = quad.y, v[2] = quad.z, v[3] = quad.w;
     }
     fn_linear_store_input(v, linear, row, block);
 }

@@ -7,7 +7,8 @@
 //             == 0, segments <= 32.  Rows >= round.n_rows are not touched.
 // Launch      grid (rows_cap), block 384: a thread an output, so that at the published R = 320 every sum of
 //             the row is on its way at once.
-// Arithmetic  sum = part_sum_v1 (of out: as it is);  u = f16(silu(sum * 0.25));  inject = 2 * sigmoid(sum * 0.25).
+// Arithmetic  sum = part_sum_v1 (of out: as it is);  u = f16(silu(sum * 0.25));  inject = 2 * sigmoid(sum *
+//             0.25).
 // Equality    a row's bytes do not depend on other rows.  NaN and Inf stay in their output.
 // Reference   ref/glue.py Site.  Source: model.md section 3: division by the 4 streams before silu and
 //             sigmoid.

@@ -1,5 +1,5 @@
-// ple.cuh: order ple_v1, what its two forms share: ple_mix walks over the rows of a run; ple_gate, ple_conv and
-// ple_tail take all rows of a launch at once.  A block of 256 threads makes the four sums of a row and stream.
+// ple.cuh: order ple_v1, what its two forms share: ple_mix walks over the rows of a run; ple_gate and
+// ple_conv take all rows of a launch at once.  256 threads make the four sums of a row and stream.
 //
 //   thread  channels 2 tid, 2 tid + 1, + 512, ...; four fma chains over them, rising, from +0
 //   warp    xor tree 16, 8, 4, 2, 1;  block: the 8 warp sums by ((0+1)+(2+3))+((4+5)+(6+7))

@@ -1,14 +1,14 @@
 // ple_conv: adds the gated n-gram value and its dilated causal convolution to the streams, all rows at once.
-// Contract    value (rows_cap, hidden), g (rows_cap, 4) f32, conv_in (rows_cap, 4 hidden) f16 of ple_gate; conv
-//             (4 hidden, 4) f32; tail f16 (9, 4 hidden) at slots[run.slot].recurrent + tail_offset, the conv
-//             inputs of the nine tokens before the run, oldest first, read alone: ple_tail comes after ->
-//             streams (rows_cap, 4 hidden) f32 read and written.  hidden % 2 == 0.  rows[r].run is row r's
+// Contract    value (rows_cap, hidden), g (rows_cap, 4) f32, conv_in (rows_cap, 4 hidden) f16 of ple_gate;
+//             conv (4 hidden, 4) f32; tail f16 (9, 4 hidden) at slots[run.slot].recurrent + tail_offset, the
+//             conv inputs of the nine tokens before the run, oldest first, read alone: ple_tail comes after
+//             -> streams (rows_cap, 4 hidden) f32 read and written.  hidden % 2 == 0.  rows[r].run is row r's
 //             run.  Rows >= round.n_rows are not touched.
-// Launch      grid (ceil(4 hidden / 512), ceil(rows_cap / 16)), block 256, shared 448 B (ConvShared).  A thread
-//             keeps the taps' weights of two channels over 16 rows; BATCH rows are asked for at once.
+// Launch      grid (ceil(4 hidden / 512), ceil(rows_cap / 16)), block 256, shared 448 B (ConvShared).  A
+//             thread keeps the taps' weights of two channels over 16 rows; BATCH rows are asked for at once.
 //
-//                 tail  0 1 2 3 4 5 6 7 8 | 0 1 2 3 ..  rows of the run      row o takes places o, o + 3, o + 6
-//                 place 0 1 2 3 4 5 6 7 8   9 ..                             and o + 9 of this line
+//                 tail  0 1 2 3 4 5 6 7 8 | 0 1 2 ..  rows of the run    row o takes places o, o + 3,
+//                 place 0 1 2 3 4 5 6 7 8   9 ..                         o + 6 and o + 9
 //
 // Arithmetic  order ple_v1, step 5 (ple.cuh): s = fn_add(s, fn_add(g * value, conv)).
 // Equality    with ple_gate and ple_tail the bytes of ple_mix.  NaN and Inf reach the streams.

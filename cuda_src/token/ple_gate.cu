@@ -1,13 +1,13 @@
-// ple_gate: the gate of every row and stream of a launch, and what the n-gram mixer's convolution takes of it.
+// ple_gate: the n-gram mixer's gate of every row and stream, and what its convolution takes of them.
 // Contract    key (rows_cap, 4 hidden), value (rows_cap, hidden), streams (rows_cap, 4 hidden) f32; norm_key,
-//             norm_query, norm_conv (4 hidden) f32 -> g (rows_cap, 4) f32, conv_in (rows_cap, 4 hidden) f16 in
-//             natural order.  hidden % 2 == 0.  Rows >= round.n_rows are not touched.
-// Launch      grid (4 streams, rows_cap), block 256, shared 128 B (PleShared).  One stream of one row a block;
-//             any number of rows.  What a thread needs of its first KEEP pairs of channels is asked for at
-//             once, and the value stays in registers.
+//             norm_query, norm_conv (4 hidden) f32 -> g (rows_cap, 4) f32, conv_in (rows_cap, 4 hidden) f16
+//             in natural order.  hidden % 2 == 0.  Rows >= round.n_rows are not touched.
+// Launch      grid (4 streams, rows_cap), block 256, shared 128 B (PleShared).  One stream of one row a
+//             block; any number of rows.  What a thread needs of its first KEEP pairs of channels is asked
+//             for at once, and the value stays in registers.
 // Arithmetic  order ple_v1, steps 1 to 4 and the conv input of step 5 (ple.cuh).
-// Equality    with ple_conv and ple_tail the bytes of ple_mix.  A row's bytes do not depend on other rows.  NaN
-//             and Inf reach g and conv_in of their stream; in the value, of all four.
+// Equality    with ple_conv and ple_tail the bytes of ple_mix.  A row's bytes do not depend on other
+//             rows.  NaN and Inf reach g and conv_in of their stream; in the value, of all four.
 // Reference   ref/token.py Ple.  Source: config.json rms_norm_eps.
 #include "token/ple.cuh"
 #include "tables.cuh"

@@ -1,9 +1,10 @@
 // ple_tail: keeps the conv inputs of a run's last nine tokens for the tokens after it.
-// Contract    conv_in (rows_cap, 4 hidden) f16 of ple_gate; tail f16 (9, 4 hidden) at slots[run.slot].recurrent
-//             + tail_offset, oldest first: becomes the last nine of (tail, the run's rows).  hidden % 2 == 0.
-//             One run a slot.  Runs >= round.n_runs are not read; nothing else is written.
-// Launch      grid (ceil(4 hidden / 512), rows_cap as runs), block 256.  A thread owns two channels of a run and
-//             reads all of them before it writes.
+// Contract    conv_in (rows_cap, 4 hidden) f16 of ple_gate; tail f16 (9, 4 hidden) at
+//             slots[run.slot].recurrent + tail_offset, oldest first: becomes the last nine of (tail, the
+//             run's rows).  hidden % 2 == 0.  One run a slot.  Runs >= round.n_runs are not read; nothing
+//             else is written.
+// Launch      grid (ceil(4 hidden / 512), rows_cap as runs), block 256.  A thread owns two channels of a run
+//             and reads all of them before it writes.
 // Arithmetic  none: copies.
 // Equality    with ple_gate and ple_conv the bytes of ple_mix.
 // Reference   ref/token.py Ple.  Source: config.json ple_conv_kernel_size 4, ngram_size 3 (dilation).

@@ -22,12 +22,14 @@ from .contract import Operands, bits, poison
 from .operands import (
     F32_ULP,
     field_at,
+    from_tiles,
     midpoints,
     near,
     rotate64,
     round_table,
     same_bits,
     signed,
+    to_tiles,
     untouched,
     within_f16,
 )
@@ -271,12 +273,19 @@ def _input(case: Case, seed: int) -> Operands:
         for j, dot in enumerate(launch.dots)
         if dot.dtype == "exl3"
     }
-    for j in range(len(launch.dots)):
-        launch.point(j, f"x{j}", poison((cap, int(launch.table[j]["x_stride"])), np.float16), "x")
+    tiled = bool(case.dims.get("tiled"))
+    for j, dot in enumerate(launch.dots):
+        launch.table[j]["tiled"] = int(tiled)
+        empty = poison((cap, dot.k if tiled else int(launch.table[j]["x_stride"])), np.float16)
+        launch.point(j, f"x{j}", to_tiles(empty) if tiled else empty, "x")
+
+    def placed(values: NDArray[Any]) -> NDArray[Any]:
+        return values if tiled else fragment_order_rows(values)
 
     def expect(arrays: Arrays) -> None:
         for j, dot in enumerate(launch.dots):
             got, name = arrays[f"x{j}"], f"linear {j}: operand"
+            got = from_tiles(got) if tiled else got
             untouched(name, got[rows:])
             untouched(name, got[:, dot.k :])
             values = x[:rows, : dot.k]
@@ -294,9 +303,9 @@ def _input(case: Case, seed: int) -> Operands:
                 else:
                     want, full = values.astype(np.float16), values.astype(np.float64)
                     before = np.zeros(full.shape)
-            same_bits(name, got[:rows, : dot.k], fragment_order_rows(want))
+            same_bits(name, got[:rows, : dot.k], placed(want))
             if not launch.data.startswith("nonfinite"):
-                within_f16(name, got[:rows, : dot.k], fragment_order_rows(full), fragment_order_rows(before))
+                within_f16(name, got[:rows, : dot.k], placed(full), placed(before))
 
     grid = (-(-k_max // 512), len(launch.dots), cap)
     return launch.finished(grid, [f"x{j}" for j in range(len(launch.dots))], expect, {"x_stride": stride})

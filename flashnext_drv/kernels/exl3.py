@@ -137,7 +137,8 @@ LINEAR_INPUT: Final = KernelSpec(
     name="linear_input",
     source="exl3/linear_input.cu",
     order="hadamard",
-    args=(_ROUND, _LINEARS, Arg("x", PTR, "(rows_cap, x_stride) f32", "r"), Arg("x_stride", U32, "elements")),
+    args=(_ROUND, _LINEARS, Arg("x", PTR, "(rows_cap, x_stride) f32", "r"),
+          Arg("x_stride", U32, "elements, multiple of 4")),
     grid="ceil(k_max / 512), n_linears, rows_cap",
     block=128,
     limits=limits_of("linear_input"),
@@ -160,6 +161,7 @@ LINEAR_INPUT: Final = KernelSpec(
         _case("nonfinite", "mul1_5 256x128; f16 256x4", 4, 4, data="nonfinite"),
         _case("nonfinite_scales", "mul1_5 256x128", 4, 4, data="nonfinite_scales"),
         _case("midpoints", "f16 256x4; bf16 256x4", 3, 4, data="midpoints"),
+        _case("tiled", "mul1_3 256x128; f16 48x4", 67, 70, tiled=1),
     ),
 )
 

@@ -87,6 +87,22 @@ LINEAR_INPUT: Final = (
         "    if (k > linear.k) return;\n    u16* x",
         "plain",
     ),
+    _one(
+        "other_image",
+        "layout",
+        _EXL3,
+        "fn_store_tile4(x, (linear.k + 63u) / 64u, row, k, v);",
+        "fn_store_tile4(x, linear.k / 64u, row, k, v);",
+        "tiled",
+    ),
+    _one(
+        "other_chunk",
+        "layout",
+        _EXL3,
+        "((((k >> 3) & 7u) ^ (row & 7u)) << 3)",
+        "(((k >> 3) & 7u) << 3)",
+        "tiled",
+    ),
     _one("first_linear", "index", _IN, "linears[blockIdx.y];", "linears[0];", "blocks", "mixed"),
 )
 
