@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.exl3 import dot_segments
-from .cases_attn import mma_bound
+from .cases_attn_qsa import mma_bound
 from .cases_exl3 import Dot, make_weights, operand_rows, step_bound
 from .operands import F32_ULP, signed
 
@@ -215,6 +215,7 @@ SUMS: Final[dict[str, Sum]] = {
         ((256,), (64,)),
         _mma,
     ),
+    "qsa_deep": Sum("as qsa_attn, and a product and an f32 fma a part", ((256,), (64,)), _mma),
     "qsa_merge": Sum(
         "a product and an f32 fma a part; " + _HADAMARD,
         ((2,), (8,), (33,)),

@@ -15,10 +15,12 @@ from __future__ import annotations
 from typing import Final
 
 from . import planted_attn as planted
+from . import planted_attn_deep as planted_deep
 from .limits import limits_of
 from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec
 
-__all__ = ["INDEX_SCORE", "INDEX_SCORE_DEEP", "INDEX_SELECT", "KERNELS", "QSA_ATTN", "QSA_MERGE", "QSA_PREP",
+__all__ = ["INDEX_SCORE", "INDEX_SCORE_DEEP", "INDEX_SELECT", "KERNELS", "QSA_ATTN", "QSA_DEEP", "QSA_MERGE",
+           "QSA_PREP",
            "SCORE_ROWS", "score_grid"]
 
 SCORE_ROWS: Final = 64      # rows of a block of index_score_deep
@@ -62,6 +64,11 @@ def _case(name: str, rows: str, n_q: int = 4, n_kv: int = 2, budget: int = 8, pa
     shows = ("nonfinite",) if special in ("nan", "inf", "many_nan", "long_nan", "flag") else ()
     all_dims = {"rows": rows, "n_q": n_q, "n_kv": n_kv, "budget": budget, "pages": pages, **dims}
     return Case(name, all_dims, shows)
+
+
+def _deep(name: str, rows: str, n_q: int = 4, n_kv: int = 2, budget: int = 8, pages: str = "permuted",
+          dtype: str = "exl3", tiled: int = 1, **dims: int | float | str) -> Case:
+    return _case(name, rows, n_q, n_kv, budget, pages, dtype=dtype, tiled=tiled, **dims)
 
 
 QSA_PREP: Final = KernelSpec(
@@ -110,7 +117,7 @@ INDEX_SCORE: Final = KernelSpec(
     exempt={"midpoints": "outputs are f32: nothing is rounded to f16",
             "order": "index_score_deep, of the same order, is compared with it"},
     controls=planted.INDEX_SCORE,
-    bound="A head's dot is a chain of 8 mma steps (cases_attn.mma_bound: each step cuts 17 terms below "
+    bound="A head's dot is a chain of 8 mma steps (cases_attn_qsa.mma_bound: each step cuts 17 terms below "
           "2^-25 of the largest and its result below 2^-23; or twice 9 terms below 2^-24); three additions "
           "and a product: 4 2^-24 of the sum of heads.",
     cases=(_case("within_budget", _each(31, 34, 2)), _case("one_beyond", _each(35)),
@@ -133,7 +140,7 @@ INDEX_SCORE_DEEP: Final = KernelSpec(
     limits=limits_of("index_score_deep"),
     reference="attn.block_scores", rows=dict.fromkeys(("rows", "iq16", "score"), 0),
     exempt={"midpoints": "outputs are f32: nothing is rounded to f16"},
-    controls=planted.INDEX_SCORE_DEEP, bound=INDEX_SCORE.bound,
+    controls=planted_deep.INDEX_SCORE_DEEP, replaces="index_score", bound=INDEX_SCORE.bound,
     cases=(_case("within_budget", _each(31, 34, 2)), _case("one_beyond", _each(35)),
            _case("edges", _each(31, 35, 36, 38, 63, 67, 71)), _case("one_page", _each(63), budget=2),
            _case("over_the_budget", _span(28, 44), pages="reversed"),
@@ -196,7 +203,7 @@ QSA_ATTN: Final = KernelSpec(
     limits=limits_of("qsa_attn"),
     reference="attn.attend",
     rows=dict.fromkeys(("rows", "q16", "sel", "part_m", "part_l", "part_o"), 0),
-    exempt={"order": "qsa_merge takes its parts; no kernel makes the same",
+    exempt={"order": "qsa_deep is compared with it and qsa_merge",
             "midpoints": "what is rounded has passed through an exponential: no input gives an exact tie"},
     controls=planted.QSA_ATTN,
     bound="From q, K, V as stored. s: chain of 16 mma steps (mma_bound), times 1/16: ds. m within ds. e "
@@ -232,7 +239,7 @@ QSA_MERGE: Final = KernelSpec(
     limits=limits_of("qsa_merge"),
     reference="attn.attend",
     rows=dict.fromkeys(("rows", "q", "part_m", "part_l", "part_o", "flag", "x"), 0),
-    exempt={"order": "qsa_attn makes the parts it takes; no kernel does the same"},
+    exempt={"order": "qsa_deep is compared with qsa_attn and it"},
     controls=planted.QSA_MERGE,
     bound="From the parts: each merge 2 roundings and two exponentials (1.1 ulp and |m - M| 2^-24 each) on "
           "weights that are not negative: (10 parts + 4 (max m - min m)) 2^-24 of sum w |o| / l; division, "
@@ -251,4 +258,44 @@ QSA_MERGE: Final = KernelSpec(
            _case("nonfinite", _each(200, 200, 20), budget=64, dtype="f16", special="nonfinite"),
            _case("far_maxima", _each(255, 254), budget=64, dtype="exl3", special="spread")))
 
-KERNELS: Final = (QSA_PREP, INDEX_SCORE, INDEX_SCORE_DEEP, INDEX_SELECT, QSA_ATTN, QSA_MERGE)
+QSA_DEEP: Final = KernelSpec(
+    name="qsa_deep", source="attn/qsa_deep.cu", order="qsa_attn_v1",
+    args=(_ROUND, _ROWS, _SLOTS, Arg("q", PTR, "(rows_cap, n_q, 512) f32: query, gate", "r"),
+          Arg("q16", PTR, "(rows_cap, n_q, 256) f16", "r"),
+          Arg("sel", PTR, "(rows_cap, budget) u32, read beyond the budget only", "r"),
+          Arg("flag", PTR, "(rows_cap) u32: not 0 makes the row NaN", "r"), _KV_OFFSET,
+          Arg("linear", PTR, "FnLinear: o_proj (k = 256 n_q); its x is written", "r"), _N_Q, _N_KV, _BUDGET),
+    grid="n_kv, rows_cap", block=128, shared_bytes=83904, blocks_per_sm=2,
+    limits=limits_of("qsa_deep"),
+    reference="attn.attend", rows=dict.fromkeys(("rows", "q", "q16", "sel", "flag", "x"), 0),
+    controls=planted_deep.QSA_DEEP, replaces="qsa_merge",
+    bound="From q, K, V as stored. A weight: its score's chain (mma_bound, times 1/16) ds, 2^-24 |s - m| and "
+          "2^-22 of the exponential, relative; for its product with v 2^-11 of it and 2^-25 of the part "
+          "more, and the part's chain of 4 mma steps. Joins: (10 parts + 4 (max m - min m)) 2^-24 of "
+          "sum w |v| / l, as in qsa_merge; l: 6 2^-24 more. Division, sigmoid, product: 8 2^-24. Then the "
+          "linear's input rule and half an f16 ulp.",
+    cases=(_deep("one", _each(0)), _deep("short", _each(2, 3, 4), dtype="f16"),
+           _deep("part_ends", _each(62, 63, 64), budget=64),
+           _deep("two_parts", _each(126, 127, 128, 129), budget=64, dtype="bf16"),
+           _deep("five_parts", _each(300), n_q=2, n_kv=1, budget=128),
+           _deep("grouped_12", _each(63, 70), n_q=24, budget=16),
+           _deep("one_kv_head", _each(65, 40), n_q=16, n_kv=1), _deep("no_groups", _each(15, 130), n_q=2),
+           _deep("group_9", _each(50, 90), n_q=9, n_kv=1, budget=32), _deep("run", _span(34, 40)),
+           _deep("runs", ",".join((_span(60, 66), _span(130, 133, 1))), n_q=2, n_kv=1, budget=16),
+           _deep("budget_edges", _each(30, 31, 34, 35, 36, 37, 38)),
+           _deep("budget_16", _each(62, 63, 66, 67, 68, 69, 70, 200), budget=16, pages="reversed"),
+           _deep("twenty", _each(*range(28, 48)), n_q=2, n_kv=1, dtype="f16"),
+           _deep("rows_of_fragments", _each(40, 70), tiled=0),
+           _deep("real_heads", _each(140), n_q=24, budget=32),
+           _deep("real_budget", _each(2050), n_q=2, n_kv=1, budget=512, pages="shared"),
+           _deep("far", "0:262003,1:262142", budget=16, pages="shared"),
+           _deep("nonfinite", _each(70, 20, 33), special="nonfinite", dtype="f16"),
+           _deep("nonfinite_last", _each(20), special="nonfinite_last", dtype="f16"),
+           _deep("nonfinite_later", _each(84), budget=64, special="nonfinite_last", dtype="f16"),
+           _deep("flagged", _each(40, 70, 20), special="flag"),
+           _deep("midpoints", _each(1, 1), special="midpoints", dtype="f16"),
+           _deep("integers", _each(63, 127), budget=64, special="integers", dtype="f16"),
+           _deep("equal_scores", _each(70, 130), budget=64, special="equal"),
+           _deep("large", _each(70, 130), budget=64, special="large")))
+
+KERNELS: Final = (QSA_PREP, INDEX_SCORE, INDEX_SCORE_DEEP, INDEX_SELECT, QSA_ATTN, QSA_MERGE, QSA_DEEP)

@@ -10,12 +10,11 @@ from typing import Final
 
 from .spec import Control, Edit
 
-__all__ = ["INDEX_SCORE", "INDEX_SCORE_DEEP", "INDEX_SELECT", "QSA_ATTN", "QSA_MERGE", "QSA_PREP"]
+__all__ = ["INDEX_SCORE", "INDEX_SELECT", "QSA_ATTN", "QSA_MERGE", "QSA_PREP"]
 
 _PAGES: Final = "attn/pages.cuh"
 _PREP: Final = "attn/qsa_prep.cu"
 _SCORE: Final = "attn/index_score.cu"
-_DEEP: Final = "attn/index_score_deep.cu"
 _SELECT: Final = "attn/index_select.cu"
 _ATTN: Final = "attn/qsa_attn.cu"
 _MERGE: Final = "attn/qsa_merge.cu"
@@ -141,68 +140,6 @@ INDEX_SCORE: Final = (
         _SCORE,
         "            fn_mma_f16(d, a, b[s]);",
         "            if (s != 7u) fn_mma_f16(d, a, b[s]);",
-    ),
-)
-
-INDEX_SCORE_DEEP: Final = (
-    _one(
-        "heads_in_order",
-        "order",
-        _DEEP,
-        "fn_add(odd ? y : x, fn_shfl_xor(odd ? x : y, 1u))",
-        "fn_add(fn_add(relu(d[m][odd ? 2 : 0]), fn_shfl_xor(odd ? x : y, 1u)), relu(d[m][odd ? 3 : 1]))",
-    ),
-    _one("unscaled", "scale", _DEEP, "out[at] = fn_mul(sum, 0x1.6a09e6p-4f);", "out[at] = sum;"),
-    _one(
-        "score_f16",
-        "rounding",
-        _DEEP,
-        "out[at] = fn_mul(sum, 0x1.6a09e6p-4f);",
-        "out[at] = fn_h2f(fn_f2h(fn_mul(sum, 0x1.6a09e6p-4f)));",
-    ),
-    _one(
-        "nan_to_zero",
-        "nan",
-        _DEEP,
-        "return x > 0.f || x != x ? x : 0.f;",
-        "return x > 0.f ? x : 0.f;",
-        "nonfinite",
-    ),
-    _one(
-        "seven_steps",
-        "leaf",
-        _DEEP,
-        "                    fn_mma_f16(d[m], a, b);",
-        "                    if (s != 7u) fn_mma_f16(d[m], a, b);",
-    ),
-    _one("last_block", "tail", _DEEP, "if (at < limit) out", "if (at + 1u < limit) out"),
-    _one(
-        "rows_of_another_run",
-        "tail",
-        _DEEP,
-        "row >= first && row < last ? sh.seen[row] : 0u",
-        "row < last ? sh.seen[row] : 0u",
-        "odd_runs",
-    ),
-    _one("odd_last_row", "tail", _DEEP, "2u * n < last; n++", "2u * n + 1u < last; n++", "odd_runs"),
-    _one("within_the_budget", "stale", _DEEP, "seen > budget ? seen : 0u;", "seen >= budget ? seen : 0u;"),
-    _one("not_the_window", "index", _DEEP, "r = first_row + base,", "r = base,", "window", "last_window"),
-    Control(
-        "queries_barrier",
-        "barrier",
-        (
-            Edit(
-                _DEEP,
-                "    load_queries(sh, iq16",
-                "    if (tid >= 32u) fn_delay();\n    load_queries(sh, iq16",
-            ),
-            Edit(
-                _DEEP,
-                "FN_INDEX_HEAD), n);\n    __syncthreads();\n",
-                "FN_INDEX_HEAD), n);\n",
-            ),
-        ),
-        cases=("two_tiles", "edges"),
     ),
 )
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashnext_drv.check import attn_pages, cases_attn, contract
+from flashnext_drv.check import attn_pages, cases_attn_qsa, contract
 from flashnext_drv.check.draw_model import exp32
-from flashnext_drv.check.operands import from_fragment, signed
+from flashnext_drv.check.operands import from_fragment, from_tiles, is_tiles, signed
 from flashnext_drv.errors import ContractError
 from flashnext_drv.kernels import attn
 from flashnext_drv.kernels.spec import Case
@@ -64,7 +64,8 @@ def test_case_meets_its_expectation(device: contract.CheckDevice, kernel: str, c
 @pytest.mark.parametrize(("kernel", "name"), [
     ("qsa_prep", "several_sequences"), ("qsa_prep", "far_apart"), ("index_score", "edges"),
     ("index_select", "edges"), ("qsa_attn", "budget_edges"), ("qsa_attn", "grouped_12"), ("qsa_attn", "far"),
-    ("index_score_deep", "odd_runs"), ("qsa_merge", "grouped_12"), ("qsa_merge", "sixteen")])
+    ("index_score_deep", "odd_runs"), ("qsa_merge", "grouped_12"), ("qsa_merge", "sixteen"),
+    ("qsa_deep", "budget_edges"), ("qsa_deep", "rows_of_fragments")])
 def test_row_alone_gives_the_bytes_it_gives_among_others(device: contract.CheckDevice, kernel: str,
                                                          name: str) -> None:
     rows = str(find(kernel, name)["rows"]).split(",")
@@ -72,13 +73,15 @@ def test_row_alone_gives_the_bytes_it_gives_among_others(device: contract.CheckD
     for r, row in enumerate(rows):
         alone = run(device, kernel, variant(kernel, name, rows=row))
         for output in set(together) - {"kv", "index"}:     # the case itself holds pages to an oracle in bits
-            a, b = alone[output][0], together[output][r]
+            x, y = (from_tiles(x) if is_tiles(x) else x for x in (alone[output], together[output]))
+            a, b = x[0], y[r]
             cut = tuple(slice(0, n) for n in a.shape)       # score and parts: strides differ
             assert raw(a) == raw(b[cut]), f"{output} of row {row}"
 
 
 @pytest.mark.parametrize(("kernel", "name"), [("index_score", "edges"), ("index_score_deep", "odd_runs"),
-                                              ("qsa_attn", "budget_16"), ("qsa_attn", "run")])
+                                              ("qsa_attn", "budget_16"), ("qsa_attn", "run"),
+                                              ("qsa_deep", "budget_16"), ("qsa_deep", "runs")])
 def test_page_layout_does_not_matter(device: contract.CheckDevice, kernel: str, name: str) -> None:
     modes = ("plain", "reversed", "permuted")
     plain, *others = (run(device, kernel, variant(kernel, name, pages=mode)) for mode in modes)
@@ -96,7 +99,8 @@ def test_launch_width_of_scores_does_not_matter(device: contract.CheckDevice, ke
 
 @pytest.mark.parametrize(("kernel", "name"), [("qsa_prep", "over_a_page"), ("index_score", "run"),
                                               ("index_score_deep", "two_tiles"), ("index_select", "nan"),
-                                              ("qsa_attn", "budget_edges"), ("qsa_merge", "budget_8")])
+                                              ("qsa_attn", "budget_edges"), ("qsa_merge", "budget_8"),
+                                              ("qsa_deep", "five_parts"), ("qsa_deep", "budget_edges")])
 def test_order_of_lanes_warps_and_blocks_does_not_matter(device: contract.CheckDevice, kernel: str,
                                                          name: str) -> None:
     if not control.attached():
@@ -230,6 +234,8 @@ def last_score_higher(arrays: dict[str, np.ndarray]) -> None:
     ("index_select", "all_equal", last_score_higher),
     ("qsa_attn", "one", one_key_more), ("qsa_attn", "part_ends", one_less), ("qsa_attn", "budget_16",
                                                                              last_block_first),
+    ("qsa_deep", "one", one_key_more), ("qsa_deep", "part_ends", one_less),
+    ("qsa_deep", "budget_16", last_block_first), ("qsa_deep", "flagged", no_flag),
     ("qsa_merge", "flagged", no_flag), ("qsa_merge", "plain_f16", rounded_sums)])
 def test_planted_fault_is_reported(device: contract.CheckDevice, kernel: str, name: str, plant: Any) -> None:
     case = find(kernel, name)
@@ -246,7 +252,7 @@ def test_bounds_refuse_a_coarser_arithmetic(how: str) -> None:
     k, v = (signed(1, name, (64, 256)).astype(np.float16) for name in "kv")
     m, length, out = part_bits(q, k, v, "sm_90")
     exact = [x.astype(np.float64) for x in (q, k, v)]
-    cases_attn.check_part("true", *exact, m, length, out)
+    cases_attn_qsa.check_part("true", *exact, m, length, out)
     s = mma_chain(k, q[None])[:, 0] * np.float32(0.0625)
     if how == "f16_chain":
         total = np.zeros(64, np.float16)
@@ -258,4 +264,4 @@ def test_bounds_refuse_a_coarser_arithmetic(how: str) -> None:
     else:
         _, length, out = part_bits(q, k[:61], v[:61], "sm_90")
     with pytest.raises(AssertionError):
-        cases_attn.check_part(how, *exact, m, length, out)
+        cases_attn_qsa.check_part(how, *exact, m, length, out)
