@@ -13,6 +13,7 @@ import pytest
 from flashnext_drv.drv.memory import copy_to_host
 from flashnext_drv.drv.module import Launch
 from flashnext_drv.engine.engine import Engine, Limits
+from flashnext_drv.engine.prefill import Prefill, Prompt, run_prompts
 from flashnext_drv.engine.round import Window, run_round
 from flashnext_drv.kernels.tables import ROUTE
 
@@ -108,3 +109,53 @@ def traced() -> Callable[[Engine, Any], Choices]:
 def feed() -> Callable[[Engine, list[Any], int], list[np.ndarray]]:
     """feed(engine, sequences, n_rows): see feed_round."""
     return feed_round
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What a prompt left: logits of every row, all state bytes, and the greedy tokens drawn after it."""
+
+    logits: np.ndarray
+    state: dict[str, np.ndarray]
+    tokens: list[int]
+
+    def differs(self, other: Run) -> list[str]:
+        """What is not byte for byte the same, in words; empty when all is."""
+        rows = [i for i, (a, b) in enumerate(zip(self.logits, other.logits, strict=True))
+                if a.tobytes() != b.tobytes()]
+        found = [f"{len(rows)} rows of logits, first {rows[0]}"] if rows else []
+        assert self.state.keys() == other.state.keys()
+        theirs = other.state
+        found += [name for name, value in self.state.items() if value.tobytes() != theirs[name].tobytes()]
+        return found + (["tokens"] if self.tokens != other.tokens else [])
+
+
+def run_prompt(
+    engine: Engine, ids: list[int], prefill: Prefill, cuts: tuple[int, ...] = (), n_new: int = 0
+) -> Run:
+    """One prompt on a new sequence, given in pieces that end at `cuts`; then n_new greedy tokens."""
+    logits = np.empty((len(ids), engine.config.vocab), np.float32)
+
+    def keep(i_id: int, block: np.ndarray) -> None:
+        logits[i_id : i_id + len(block)] = block
+
+    with engine.sequence() as sequence:
+        token = -1
+        for end in (*sorted(set(cuts)), len(ids)):
+            sequence.extend(ids[len(sequence.ids) : end])
+            asked = Prompt(sequence, draw=True, keep_from=sequence.n_done, keep=keep)
+            if sequence.n_pending:
+                run_prompts(engine.rank, [asked], prefill, engine.prompts)
+                token = asked.token
+        state = engine.export_state(sequence)
+        tokens = [token][:n_new]
+        while len(tokens) < n_new:
+            sequence.extend(tokens[-1:])
+            tokens.append(run_round(engine.rank, [Window(sequence, draw=True)]).tokens[0])
+    return Run(logits, state, tokens)
+
+
+@pytest.fixture(scope="session")
+def prompt_run() -> Callable[..., Run]:
+    """prompt_run(engine, ids, prefill, cuts=(), n_new=0): see run_prompt."""
+    return run_prompt
