@@ -24,6 +24,7 @@
 
 #define FN_DEEP_THREADS 384u
 #define FN_DEEP_WARPS 8u       // that compute
+#define FN_DEEP_LOADERS 4u     // warps that load
 #define FN_DEEP_ROWS 128u      // of a whole tile
 #define FN_DEEP_PITCH 132u     // floats between rows of the finished tile: stores and loads spread over the banks
 
@@ -254,39 +255,36 @@ template <class Shared> struct FnDeep {
     enum : u32 { STAGES = sizeof(Shared::full) / 8u };
 
   public:
-    // The first loading warp: lanes 0 .. 15 each start one of a stage's copies.
+    // The four loading warps take the blocks in turn; lanes 0 .. 15 each start one of a stage's copies.
     template <u32 ROW_TILES> FN_DEVICE void load(const FnDeepWeights& w, const FnDeepRows& rows) {
         constexpr u32 images = ROW_TILES / 8u;
-        if (threadIdx.x >= 32u * (FN_DEEP_WARPS + 1u)) return;
-        u32 lane = threadIdx.x & 31u, units = w.leaves * w.segments, steps = w.k / 16u / units, tiles = w.n / 16u;
+        u32 lane = threadIdx.x & 31u, turn = (threadIdx.x >> 5) - FN_DEEP_WARPS, units = w.leaves * w.segments, steps = w.k / 16u / units, tiles = w.n / 16u;
         bool exl3 = fn_is_exl3(w.w);
         u32 bytes = step_bytes(w.w.format), of_warp = w.tile(lane & 7u), n_warps = 0;
         if (!exl3) n_warps = fn_popc(fn_ballot(lane < FN_DEEP_WARPS && of_warp < w.limit));
         const u8* data = reinterpret_cast<const u8*>(w.w.data);
         u32 end = units * steps, next = steps;
-        for (u32 at = 0; at < end;) {
-            u32 to = fn_min_u32((at & ~3u) + 4u, next), n = to - at, stage = i_block % STAGES;
+        for (u32 at = 0; at < end; i_block++) {
+            u32 first = at, to = fn_min_u32((at & ~3u) + 4u, next), n = to - at, stage = i_block % STAGES;
+            at = to;
+            if (at == next) next += steps;
+            if (i_block % FN_DEEP_LOADERS != turn) continue;
             if (i_block >= STAGES) fn_barrier_wait(&s.empty[stage], (i_block / STAGES - 1u) & 1u);
             u64* full = &s.full[stage];
             u32 expected = 8192u * images + n * bytes * (exl3 ? FN_DEEP_WARPS : n_warps);
             if (lane == 0) fn_barrier_expect(full, expected);
             __syncwarp();
             if (lane < images) {
-                const u16* from = rows.x + ((u64)lane * rows.k_blocks + (at >> 2)) * 4096u;
+                const u16* from = rows.x + ((u64)lane * rows.k_blocks + (first >> 2)) * 4096u;
                 fn_bulk_copy(s.rows[stage] + 8192u * lane, from, 8192u, full);
             } else if (exl3 && lane >= 8u && lane < 8u + n) {
                 u32 i = lane - 8u;
-                const u8* from = data + ((u64)(at + i) * tiles + w.first) * bytes;
+                const u8* from = data + ((u64)(first + i) * tiles + w.first) * bytes;
                 fn_bulk_copy(s.weights[stage] + i * FN_DEEP_WARPS * bytes, from, FN_DEEP_WARPS * bytes, full);
-            } else if (!exl3 && lane >= 8u && lane < 16u) {
-                if (of_warp < w.limit) {
-                    const u8* from = data + ((u64)of_warp * (w.k / 16u) + at) * 512u;
-                    fn_bulk_copy(s.weights[stage] + 2048u * (lane & 7u), from, 512u * n, full);
-                }
+            } else if (!exl3 && lane >= 8u && lane < 16u && of_warp < w.limit) {
+                const u8* from = data + ((u64)of_warp * (w.k / 16u) + first) * 512u;
+                fn_bulk_copy(s.weights[stage] + 2048u * (lane & 7u), from, 512u * n, full);
             }
-            at = to;
-            if (at == next) next += steps;
-            i_block++;
         }
     }
 
