@@ -17,7 +17,7 @@
 namespace FN_NAMESPACE {
 const u32 SLOTS = 33, BATCH = 4;  // BATCH: slots whose values are asked for at once
 
-struct DeepSumShared {
+struct alignas(16) DeepSumShared {
     float weight[SLOTS];
     u32 leaf[SLOTS], at[SLOTS];
 };

@@ -13,7 +13,7 @@
 namespace FN_NAMESPACE {
 const u32 MOST = 1025, ROWS = 128;
 
-struct CountShared {
+struct alignas(16) CountShared {
     u32 n[MOST];
 };
 }  // namespace FN_NAMESPACE

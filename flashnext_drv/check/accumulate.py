@@ -189,6 +189,14 @@ SUMS: Final[dict[str, Sum]] = {
         ((5,), (11,), (33,)),
         lambda shape: _terms((shape[0] + 3) * F32_ULP)(shape),
     ),
+    "moe_deep_input": Sum(_HADAMARD + ", then one rounding to f16", ((128,),), _terms(9 * F32_ULP)),
+    "moe_deep_gu": _DOT,
+    "moe_deep_down": _DOT,
+    "moe_deep_sum": Sum(
+        "one f32 fma a slot, 3 additions of leaves",
+        ((5,), (11,), (33,)),
+        lambda shape: _terms((shape[0] + 3) * F32_ULP)(shape),
+    ),
     "router_pick": Sum(
         "one f32 addition a chosen expert",
         ((4,), (10,), (32,)),
@@ -196,6 +204,14 @@ SUMS: Final[dict[str, Sum]] = {
     ),
     "gdn_conv": Sum("one product and three f32 fma", ((4,),), _terms(4.4 * F32_ULP)),
     "gdn_step": Sum(
+        "one f32 fma a key row of a lane (32), 2 additions over lanes", ((128,),), _terms(34 * F32_ULP)
+    ),
+    "gdn_deep_input": Sum(
+        "one product and three f32 fma, then one f32 fma an element of a lane (32), 2 additions over lanes",
+        ((128,),),
+        _squares(34 * F32_ULP),
+    ),
+    "gdn_scan": Sum(
         "one f32 fma a key row of a lane (32), 2 additions over lanes", ((128,),), _terms(34 * F32_ULP)
     ),
     "gdn_gate_input": Sum(
@@ -228,6 +244,9 @@ SUMS: Final[dict[str, Sum]] = {
 
 NO_SUMS: Final[dict[str, str]] = {
     "stream_add": "one fma an element",
+    "moe_plan_count": "integers",
+    "moe_plan_scan": "integers",
+    "moe_plan_place": "integers",
     "index_select": "integers",
     "embed_rows": "copies",
     "rope_rows": "no sum over elements",

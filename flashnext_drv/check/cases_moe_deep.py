@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ..kernels.spec import Case
 from ..kernels.tables import TILE
 from ..ref.orders import canonical, fma32, hadamard128, tree
+from .cases_moe_tiles import down, gate_up
 from .contract import Operands, poison
 from .moe_layer import Layer
 from .operands import from_tiles, same_bits, signed, untouched
@@ -192,5 +193,7 @@ _BUILDERS: Final[dict[str, Callable[[Case, int], Operands]]] = {
     "moe_plan_scan": _scan,
     "moe_plan_place": _place,
     "moe_deep_input": _input,
+    "moe_deep_gu": gate_up,
+    "moe_deep_down": down,
     "moe_deep_sum": _sum,
 }

@@ -27,7 +27,7 @@ from .operands import field_at, round_table
 from .pairing import Expected, Pair, Then, Turned, as_it_is, same_operands
 from .pairs_attn import PAIRS as ATTN
 from .pairs_deep import PAIRS as DEEP
-from .pairs_moe_deep import turned_input, turned_sum
+from .pairs_moe_deep import PAIRS as MOE_DEEP
 from .pairs_ple import after_conv, after_gate, as_mix
 
 __all__ = ["PAIRS", "check_pairs", "pairs_of"]
@@ -200,6 +200,5 @@ PAIRS: Final = (
     *DEEP,
     *GDN,
     Pair("ple_gate", "ple_mix", as_mix, more=(Then("ple_conv", after_gate), Then("ple_tail", after_conv))),
-    Pair("moe_deep_input", "moe_input", turned_input),
-    Pair("moe_deep_sum", "moe_sum", turned_sum),
+    *MOE_DEEP,
 )

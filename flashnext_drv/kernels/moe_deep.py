@@ -16,6 +16,8 @@ from .spec import PTR, U32, Arg, Case, KernelSpec
 
 __all__ = [
     "KERNELS",
+    "MOE_DEEP_DOWN",
+    "MOE_DEEP_GU",
     "MOE_DEEP_INPUT",
     "MOE_DEEP_SUM",
     "MOE_PLAN_COUNT",
@@ -32,6 +34,7 @@ _N_TILES: Final = Arg("n_tiles", PTR, "(1) u32", "r")
 _LINES: Final = Arg("lines", PTR, "FnLine[n_experts + 1], EXL3", "r")
 _HIDDEN: Final = Arg("hidden", U32, "channels, multiple of 128")
 _SLOTS: Final = Arg("n_slots", U32, "active experts + 1, 2..33")
+_WIDTH: Final = Arg("width_cap", U32, "largest width of a line, multiple of 128")
 _EXPERTS: Final = Arg("n_experts", U32, "id of the shared expert, 1..1024")
 _PAIRS: Final = Arg("pairs_cap", U32, "sorted positions, multiple of 128")
 
@@ -81,7 +84,7 @@ MOE_PLAN_COUNT: Final = KernelSpec(
     args=(_ROUND, _ROUTES, Arg("counts", PTR, _COUNTS_DOC, "w"), _SLOTS, _EXPERTS),
     grid="rows_cap / 128",
     block=128,
-    shared_bytes=4100,
+    shared_bytes=4112,
     limits=limits_of("moe_plan_count"),
     reference="moe_deep.plan",
     exempt=_INTEGERS,
@@ -160,6 +163,7 @@ MOE_DEEP_INPUT: Final = KernelSpec(
     blocks_per_sm=3,
     limits=limits_of("moe_deep_input"),
     reference="orders.hadamard128",
+    replaces="moe_input",
     exempt={
         "mates": "works by tile; a test gives rows other company, and the order check compares each",
         "integers": "the rotation's scale 1/sqrt(128) is no power of two: integers have no exact answer",
@@ -194,9 +198,10 @@ MOE_DEEP_SUM: Final = KernelSpec(
     ),
     grid="ceil(hidden / 512), rows_cap",
     block=128,
-    shared_bytes=396,
+    shared_bytes=400,
     limits=limits_of("moe_deep_sum"),
     reference="moe.Experts",
+    replaces="moe_sum",
     rows={"routes": 0, "pair_at": 0, "y": 0, "part": 1},
     exempt={
         "integers": "the order check finishes v with the scale 1/sqrt(128): integers have no exact answer",
@@ -216,4 +221,108 @@ MOE_DEEP_SUM: Final = KernelSpec(
     ),
 )
 
-KERNELS: Final = (MOE_PLAN_COUNT, MOE_PLAN_SCAN, MOE_PLAN_PLACE, MOE_DEEP_INPUT, MOE_DEEP_SUM)
+
+def _tiles(name: str, rows: int, lines: str, **dims: int | str) -> Case:
+    """lines: "<width>:<format of gate>,<of up>,<of down>" separated by ";", the shared expert's last."""
+    n_experts = lines.count(";")
+    given = {"rows_cap": 128, "n_experts": n_experts, "n_active": 1, "hidden": 128, "lines": lines, **dims}
+    return _case(name, rows, **given)
+
+
+_LINE: Final = "128:mul1_3,mul1_3,mul1_3"
+_TILE_CASES: Final = (
+    _tiles("one_row", 1, f"{_LINE}; 128:mul1_5,mul1_5,mul1_5"),
+    _tiles("half_and_one", 65, f"{_LINE}; {_LINE}; 128:mul1_5,mul1_4,mul1_5", members="64,1"),
+    _tiles("whole_and_one", 129, f"{_LINE}; {_LINE}; {_LINE}; {_LINE}", members="0,128,1", rows_cap=256),
+    _tiles(
+        "mixed",
+        5,
+        "256:mul1_2,mcg_4,3inst_1; 128:mul1_2.5,mul1_3.5,mul1_1.5; 384:mul1_4,mul1_5,mul1_6; "
+        "128:3inst_7,mcg_8,mul1_8",
+        n_active=2,
+        hidden=640,
+    ),
+    _tiles("segments", 2, "1024:mul1_3,mul1_3,mul1_3; 640:mul1_4,mul1_4,mul1_4", hidden=1024),
+    _tiles("published", 1, "640:mul1_3,mul1_3,mul1_3; 640:mul1_5,mul1_5,mul1_5", hidden=2560),
+    _tiles("nonfinite", 3, f"{_LINE}; {_LINE}", data="nonfinite"),
+    _tiles("no_rows", 0, f"{_LINE}; {_LINE}", special="stale_tiles"),
+)
+_TILE_BYTES: Final = 128 * 132 * 4
+_STAGE_BYTES: Final = 16384 + 8192  # of deep.cuh: rows and EXL3 weights of 64 k
+
+MOE_DEEP_GU: Final = KernelSpec(
+    name="moe_deep_gu",
+    source="moe/moe_deep_gu.cu",
+    order="exl3_dot_v1, part_sum_v1",
+    args=(
+        _ROUND,
+        _TILES,
+        _N_TILES,
+        _LINES,
+        Arg("x", PTR, "f16, two tile images of (pairs_cap, hidden): gate, up", "r"),
+        Arg("h", PTR, "f16, tile image of (pairs_cap, width_cap)", "w"),
+        _HIDDEN,
+        _WIDTH,
+        _PAIRS,
+    ),
+    grid="width_cap / 128, tiles_cap",
+    block=384,
+    shared_bytes=16384 + _TILE_BYTES,
+    hopper_shared_bytes=4 * _STAGE_BYTES + _TILE_BYTES + 64 + 128 * 128 * 4,
+    limits=limits_of("moe_deep_gu"),
+    reference="moe.swiglu",
+    replaces="moe_act",
+    exempt={
+        "mates": "works by tile; a test gives rows other company, and the order check compares each",
+        "integers": "passes through silu: integers have no exact answer",
+        "midpoints": "what is rounded has passed through silu: no input gives an exact tie",
+    },
+    controls=planted.MOE_DEEP_GU,
+    bound=(
+        "gate and up: bytes of ref.orders.mma_chain a unit, rising sum, hadamard128, svh.  From there as "
+        "moe_act: silu 6 u and the product; suh, seven stages and the scale 16 u of the block's magnitudes; "
+        "half an f16 ulp (u = 2^-24)."
+    ),
+    cases=_TILE_CASES,
+)
+
+MOE_DEEP_DOWN: Final = KernelSpec(
+    name="moe_deep_down",
+    source="moe/moe_deep_down.cu",
+    order="exl3_dot_v1, part_sum_v1",
+    args=(
+        _ROUND,
+        _TILES,
+        _N_TILES,
+        _LINES,
+        Arg("h", PTR, "f16, tile image of (pairs_cap, width_cap)", "r"),
+        Arg("v", PTR, "(pairs_cap, hidden) f32", "w"),
+        _HIDDEN,
+        _WIDTH,
+    ),
+    grid="ceil(hidden / 512), tiles_cap",
+    block=384,
+    shared_bytes=16384 + _TILE_BYTES,
+    hopper_shared_bytes=4 * _STAGE_BYTES + _TILE_BYTES + 64,
+    limits=limits_of("moe_deep_down"),
+    reference="exl3.decode_linear",
+    replaces="moe_gemv_down",
+    exempt={
+        "mates": "works by tile; a test gives rows other company, and the order check compares each",
+        "integers": "the scale 1/sqrt(128) is no power of two: integers have no exact answer",
+        "midpoints": "outputs are f32: nothing is rounded to f16",
+    },
+    controls=planted.MOE_DEEP_DOWN,
+    bound="Bytes of ref.orders.mma_chain a unit, rising sum, hadamard128, svh; FP64 as linear_gemv_n8 says.",
+    cases=_TILE_CASES,
+)
+
+KERNELS: Final = (
+    MOE_PLAN_COUNT,
+    MOE_PLAN_SCAN,
+    MOE_PLAN_PLACE,
+    MOE_DEEP_INPUT,
+    MOE_DEEP_GU,
+    MOE_DEEP_DOWN,
+    MOE_DEEP_SUM,
+)

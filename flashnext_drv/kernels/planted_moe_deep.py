@@ -10,7 +10,15 @@ from typing import Final
 
 from .spec import Control, Edit
 
-__all__ = ["MOE_DEEP_INPUT", "MOE_DEEP_SUM", "MOE_PLAN_COUNT", "MOE_PLAN_PLACE", "MOE_PLAN_SCAN"]
+__all__ = [
+    "MOE_DEEP_DOWN",
+    "MOE_DEEP_GU",
+    "MOE_DEEP_INPUT",
+    "MOE_DEEP_SUM",
+    "MOE_PLAN_COUNT",
+    "MOE_PLAN_PLACE",
+    "MOE_PLAN_SCAN",
+]
 
 _COUNT: Final = "moe/moe_plan_count.cu"
 _SCAN: Final = "moe/moe_plan_scan.cu"
@@ -228,4 +236,90 @@ MOE_DEEP_SUM: Final = (
         ),
         cases=("published", "widest"),
     ),
+)
+
+_GU: Final = "moe/moe_deep_gu.cu"
+_DOWN: Final = "moe/moe_deep_down.cu"
+_DEEP: Final = "deep.cuh"
+
+MOE_DEEP_GU: Final = (
+    _one(
+        "last_unit_alone",
+        "leaf",
+        _DEEP,
+        "segment ? fn_add(sum[j][i], d[j][i]) : d[j][i];",
+        "d[j][i];",
+        "segments",
+    ),
+    _one(
+        "stages_turned",
+        "order",
+        _ROWS4,
+        "    fn_rows4_stage<1>(v);\n    fn_rows4_stage<2>(v);\n",
+        "    fn_rows4_stage<2>(v);\n    fn_rows4_stage<1>(v);\n",
+    ),
+    _one("gate_f16", "rounding", _GU, "fn_mul(fn_silu(gate[i]),", "fn_mul(fn_h2f(fn_f2h(fn_silu(gate[i]))),"),
+    _one("gate_for_up", "index", _GU, "fn_mul(v[i], up_out[i])", "fn_mul(gate[i], up_out[i])"),
+    _one("up_of_gate", "index", _GU, "x + (u64)pairs_cap * hidden;", "x;"),
+    _one(
+        "padding_positions", "tail", _GU, "if (row < piece.live) fn_rows4_store_tile", "fn_rows4_store_tile"
+    ),
+    _one(
+        "beyond_the_width",
+        "tail",
+        _GU,
+        "if (piece.channel >= line.width) return;",
+        "if (piece.channel > line.width) return;",
+        "mixed",
+    ),
+    _one(
+        "width_for_cap",
+        "layout",
+        _GU,
+        "activate(s, line, piece, h, width_cap / 64u);",
+        "activate(s, line, piece, h, width / 64u);",
+        "mixed",
+        "segments",
+    ),
+    _one("unscaled", "scale", _GU, "v[i] = fn_mul(product, down_in[i]);", "v[i] = product;"),
+)
+
+MOE_DEEP_DOWN: Final = (
+    _one(
+        "last_unit_alone",
+        "leaf",
+        _DEEP,
+        "segment ? fn_add(sum[j][i], d[j][i]) : d[j][i];",
+        "d[j][i];",
+        "segments",
+    ),
+    _one(
+        "stages_turned",
+        "order",
+        _ROWS4,
+        "    fn_rows4_stage<4>(v);\n    fn_rows4_stage<8>(v);\n",
+        "    fn_rows4_stage<8>(v);\n    fn_rows4_stage<4>(v);\n",
+    ),
+    _one(
+        "sum_f16",
+        "rounding",
+        _DOWN,
+        "o[i] = fn_mul(o[i], scale[i]);",
+        "o[i] = fn_mul(fn_h2f(fn_f2h(o[i])), scale[i]);",
+    ),
+    _one("padding_positions", "tail", _DOWN, "if (row < live) fn_rows4_store", "fn_rows4_store"),
+    _one("first_outputs", "index", _DOWN, "output / 16u, 2u, hidden / 16u", "0u, 2u, hidden / 16u", "mixed"),
+    _one(
+        "last_outputs", "tail", _DOWN, "fn_min_u32(first + 128u * OUTPUTS, hidden)", "first + 128u", "mixed"
+    ),
+    _one(
+        "width_for_cap",
+        "layout",
+        _DOWN,
+        "width_cap / 64u, tile.n_rows}",
+        "line.width / 64u, tile.n_rows}",
+        "mixed",
+    ),
+    _one("unscaled", "scale", _DOWN, "o[i] = fn_mul(o[i], scale[i]);", "o[i] = fn_mul(o[i], 1.f);"),
+    _one("first_expert", "stale", _DOWN, "lines[tile.expert]", "lines[0]", "mixed", "half_and_one"),
 )

@@ -11,7 +11,7 @@ import pytest
 
 from flashnext_drv.check import contract
 from flashnext_drv.check.contract import CheckDevice, Operands
-from flashnext_drv.check.operands import from_tiles, same_bits
+from flashnext_drv.check.operands import from_tiles, same_bits, untouched
 from flashnext_drv.kernels import moe_deep
 from flashnext_drv.kernels.spec import Case
 from flashnext_drv.ref.moe_deep import plan
@@ -75,46 +75,54 @@ def test_no_plan_is_larger_than_what_deep_pairs_says(rows: int, n_slots: int, n_
         assert len(made.tiles) <= tiles and max(made.pair_of) < pairs and pairs % 128 == 0
 
 
-def test_a_row_keeps_its_bytes_in_any_company(device: CheckDevice) -> None:
-    """moe_deep_input with all rows, and with the last 13 alone: the same operand for a row and slot."""
-    case = find("moe_deep_input", "edges")
-    whole, part = (
-        contract.build_operands("moe_deep_input", case),
-        contract.build_operands("moe_deep_input", case),
-    )
-    n_slots = int(whole.scalars["n_slots"])
-    tiles, pair_of = part.arrays["tiles"], part.arrays["pair_of"].copy()
-    last = next(t for t in tiles if t["n_rows"] > 64)
-    at = slice(int(last["first"]), int(last["first"]) + 13)
-    pair_of[at] = pair_of[int(last["first"]) + int(last["n_rows"]) - 13 :][:13]
-    part.arrays["tiles"] = np.array([(last["expert"], last["first"], 13, 0)], tiles.dtype)
-    part.arrays["n_tiles"] = np.array([1], np.uint32)
-    part.arrays["pair_of"], part.expect, part.grid = pair_of, lambda _: None, (1, *part.grid[1:])
-    got = rows_of(contract.run_case(device, "moe_deep_input", case, 0, part).outputs["x"])
-    want = rows_of(contract.run_case(device, "moe_deep_input", case, 0, whole).outputs["x"])
-    from_row = int(last["first"]) + int(last["n_rows"]) - 13
-    assert n_slots == 4
-    same_bits("operands", got[:, at], want[:, from_row : from_row + 13])
+@pytest.mark.parametrize(
+    ("kernel", "output", "name"),
+    [
+        ("moe_deep_input", "x", "edges"),
+        ("moe_deep_gu", "h", "whole_and_one"),
+        ("moe_deep_down", "v", "whole_and_one"),
+    ],
+)
+def test_a_row_keeps_its_bytes_in_any_company(
+    device: CheckDevice, kernel: str, output: str, name: str
+) -> None:
+    """All tiles, and up to 13 rows from the middle of one as a tile of their own: equal, and nothing else."""
+    case = find(kernel, name)
+    whole = by_position(contract.run_case(device, kernel, case).outputs[output])
+    part = contract.build_operands(kernel, case)
+    tiles = part.arrays["tiles"]
+    long = next(tile for tile in tiles if 64 < tile["n_rows"] <= 128)
+    first, n = int(long["first"]) + 64, min(13, int(long["n_rows"]) - 64)
+    part.arrays["tiles"] = np.array([(long["expert"], first, n, 0)], tiles.dtype)
+    part.arrays["n_tiles"], part.expect = np.array([1], np.uint32), lambda _: None
+    found = by_position(contract.run_case(device, kernel, case, 0, part).outputs[output])
+    same_bits("rows", found[..., first : first + n, :], whole[..., first : first + n, :])
+    untouched("before", found[..., :first, :])
+    untouched("behind", found[..., first + n :, :])
 
 
-def rows_of(x: np.ndarray) -> np.ndarray:
-    return np.stack([from_tiles(image) for image in x])
+def by_position(x: np.ndarray) -> np.ndarray:
+    """Tile images as rows by sorted position; anything else lies so."""
+    if x.ndim == 5:
+        return np.stack([from_tiles(image) for image in x])
+    return from_tiles(x) if x.ndim == 4 else x
 
 
 @pytest.mark.parametrize(
     ("kernel", "output"),
     [("moe_plan_count", "counts"), ("moe_plan_scan", "starts"), ("moe_plan_scan", "tiles"),
      ("moe_plan_place", "pair_at"), ("moe_plan_place", "pair_of"), ("moe_deep_input", "x"),
+     ("moe_deep_gu", "h"), ("moe_deep_down", "v"),
      ("moe_deep_sum", "y")],
 )  # fmt: skip
 @pytest.mark.parametrize("fault", ["bit", "padding"])
 def test_planted_fault_is_reported(device: CheckDevice, kernel: str, output: str, fault: str) -> None:
-    case = find(kernel, "edges")
+    case = find(kernel, "mixed" if output in ("h", "v") else "edges")
     made: Operands = contract.build_operands(kernel, case)
     found = dict(contract.run_case(device, kernel, case).outputs)
     made.expect(found)
     spoiled = found[output] = found[output].copy()
     words = spoiled.reshape(-1).view(np.uint8)
-    words[0 if fault == "bit" else -1] ^= 1
+    words[0 if fault == "bit" else -1] ^= 2 if output == "h" else 1  # f16 of a value within half an ulp
     with pytest.raises(AssertionError):
         made.expect(found)
