@@ -68,7 +68,7 @@ class Limits:
     primary_context: bool = False
     page_order: str = "forward"
     chunk: int = 0
-    deep: str = "off"
+    deep: str = "open"
     deep_rows: int = 512
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from flashnext_drv.drv import api, faults
 from flashnext_drv.drv.context import here
 from flashnext_drv.drv.memory import fill_bytes
 from flashnext_drv.engine import engine as engine_module
-from flashnext_drv.engine.engine import Engine, Limits
+from flashnext_drv.engine.engine import Engine, Limits, Prefill
 from flashnext_drv.errors import ContextLost, DriverError, FlashNextError, OutOfMemory
 from flashnext_drv.ledger import Ledger
 from flashnext_drv.model.pack import Pack
@@ -62,28 +62,35 @@ class Fault:
 
 @dataclass
 class Life:
-    """What one life gave.  error: what reached the caller, else None."""
+    """What one life gave.  refused: why it has no deep pass.  error: what reached the caller, else None."""
 
     ledger: Ledger
     tokens: list[int] = field(default_factory=list)
     graph_failures: int = 0
+    refused: str = ""
     error: DriverError | None = None
 
 
 class Bench:
-    """Lives in this process, all on one pack; knows what the simulator held before the first."""
+    """Lives in this process, all on one pack; knows what the simulator held before the first.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep: Limits.deep; with "open" or "request" the prompt takes the deep pass where it is there.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, deep: str = "off") -> None:
         self._patch = monkeypatch
+        self.limits = Limits(context_tokens=64, deep=deep, deep_rows=2)
         self.pack = Pack.open(PACK)
         self.before = held()
         first = self.live(compute=True)
         assert first.error is None and first.graph_failures == 0
+        assert first.refused == ("Limits.deep is off" if deep == "off" else "")
         self.tokens = first.tokens
         with faults.count_calls() as count:
             self.live(compute=False)
         self.names = count.names
         self.capturing = in_capture(count.names)
+        self.making = making_the_deep_pass(count.names) if deep != "off" else range(0)
         assert held() == self.before
 
     def live(self, compute: bool, fault: Fault | None = None) -> Life:
@@ -92,13 +99,17 @@ class Bench:
         self._patch.setattr(engine_module, "Ledger", lambda: life.ledger)
         control.set_skip_kernels(not compute)
         try:
-            with planned(fault), Engine.open(self.pack, Limits(context_tokens=64), device="sim") as engine:
+            with planned(fault), Engine.open(self.pack, self.limits, device="sim") as engine:
                 if not compute:
                     with faults.silent():
                         for name in ("tokens", "status"):
                             fill_bytes(engine.rank.stream, engine.rank.work[name], 0)
-                made = engine.generate(PROMPT, max_new_tokens=N_NEW, stop_ids=())
+                made = engine.generate(PROMPT, max_new_tokens=N_NEW, stop_ids=(), prefill=Prefill())
                 life.tokens, life.graph_failures = made.tokens, made.counters["graph_failures"]
+                life.refused = engine.rank.deep_refused
+                refusals, rows = made.counters["deep_refusals"], made.counters["deep_rows"]
+                if self.limits.deep != "off":
+                    assert (refusals, rows) == ((1, 0) if life.refused else (0, len(PROMPT))), fault
         except DriverError as error:
             life.error = error
         except ExceptionGroup as group:     # several steps of one close failed, the first one first
@@ -133,8 +144,12 @@ class Bench:
         if life.error is not None:
             self._check_error(fault, life.error)
             return "error"
-        assert fault.name in GRAPH_STAGE and fault.code not in STICKY, f"{fault}: no error reached the caller"
-        assert life.graph_failures == 1, f"{fault}: a graph failed and was not counted"
+        assert fault.code not in STICKY, f"{fault}: no error reached the caller"
+        if self.limits.deep != "off" and life.refused:
+            assert f"{fault.name}(" in life.refused and life.graph_failures == 0, f"{fault}: {life.refused}"
+        else:
+            assert fault.name in GRAPH_STAGE, f"{fault}: no error reached the caller"
+            assert life.graph_failures == 1, f"{fault}: a graph failed and was not counted"
         assert life.tokens == (self.tokens if compute else [0] * N_NEW), f"{fault}: tokens {life.tokens}"
         return "fallback"
 
@@ -146,7 +161,7 @@ class Bench:
                 else DriverError)
         assert type(error) is kind, f"{fault}: {error!r}"
         assert f"{error.call}(" in str(error) and "returned CUDA_ERROR_" in str(error)
-        if fault.name in ALLOCATES and fault.code == OUT_OF_MEMORY:
+        if error.call in ALLOCATES and fault.code == OUT_OF_MEMORY:
             text = str(error)
             assert "largest holder" in text or "nothing of ours holds" in text, f"{fault}: {text}"
 
@@ -177,6 +192,14 @@ def in_capture(names: list[str]) -> frozenset[int]:
             inside.add(n)
         open_ = open_ and name != "cuStreamEndCapture"
     return frozenset(inside)
+
+
+def making_the_deep_pass(names: list[str]) -> range:
+    """Numbers of the calls that make the deep pass: from its arena, the last one allocated, to the end of
+    the launches on no rows that follow (the guard zones' fill waits first)."""
+    first = max(n for n, name in enumerate(names, 1) if name == "cuMemAlloc")
+    waits = [n for n, name in enumerate(names, 1) if n > first and name == "cuStreamSynchronize"]
+    return range(first, waits[1] + 1)
 
 
 def plausible(name: str, capturing: bool) -> Iterator[int]:

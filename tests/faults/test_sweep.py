@@ -31,6 +31,22 @@ def test_sample_over_every_call_name_and_code(bench: sweep.Bench, case_seed: int
     assert sum(outcomes.values()) == len(some)
 
 
+@pytest.mark.parametrize("deep", ["open", "request"])
+def test_sample_over_a_life_with_the_deep_pass(
+    device_name: str, monkeypatch: pytest.MonkeyPatch, case_seed: int, deep: str
+) -> None:
+    """Calls that make the deep pass may also end in a refusal, with the same tokens."""
+    if device_name != "sim":
+        pytest.skip("the sweep needs the simulator's counters")
+    bench = sweep.Bench(monkeypatch, deep)
+    some = sweep.sample(bench.faults(), case_seed)
+    making = [f for f in bench.faults() if f.n in bench.making and not f.forever]
+    some += random.Random(case_seed).sample(making, 30)
+    outcomes = sweep.run(bench, some, case_seed)
+    print(sweep.table(outcomes))
+    assert sum(outcomes.values()) == len(some) and outcomes[1, False, "fallback"] > 5
+
+
 def test_calls_are_the_same_in_every_life(bench: sweep.Bench) -> None:
     with sweep.faults.count_calls() as count:
         assert bench.live(compute=True).tokens == bench.tokens

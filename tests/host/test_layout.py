@@ -75,7 +75,7 @@ def test_rounding_of_sizes() -> None:
 
 @pytest.mark.parametrize(("name", "low", "high"), [
     ("context_tokens", 1, 1 << 20), ("sequences", 1, 4096), ("rows", 1, 16), ("device_bytes", 0, 1 << 50),
-    ("reserve_bytes", 0, 1 << 50)])
+    ("reserve_bytes", 0, 1 << 50), ("chunk", 0, 16384), ("deep_rows", 1, 1 << 20)])
 def test_limits_hold_at_their_edges(name: str, low: int, high: int) -> None:
     for value in (low, high):
         assert getattr(Limits(**{name: value}), name) == value
@@ -88,6 +88,7 @@ def test_limits_not_given() -> None:
     made = Limits()
     assert (made.context_tokens, made.sequences, made.device_bytes) == (4096, 1, 0)
     assert (made.reserve_bytes, made.graph, made.page_order) == (256 * 2**20, True, "forward")
+    assert (made.chunk, made.deep, made.deep_rows) == (0, "open", 512)
 
 
 def test_prompt_rows_go_up_to_rows_and_16() -> None:

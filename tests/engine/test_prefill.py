@@ -1,0 +1,461 @@
+"""Prompts in segments: every path, cut and refusal leaves the bytes of serial decode."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashnext_drv.drv import faults
+from flashnext_drv.drv.memory import copy_to_host
+from flashnext_drv.engine.engine import Engine, Limits, Prefill, Sampling
+from flashnext_drv.engine.rank import plan
+from flashnext_drv.errors import Cancelled, CapacityError, ContextLost, DriverError, UsageError
+from flashnext_drv.kernels.tables import ROUND, ROW
+from flashnext_drv.model import deep_layout
+
+pytestmark = pytest.mark.sim
+EOS = 7
+# over the budget of 32 tokens, a page's border and a block of 128 rows; with the end of sequence in it
+IDS = [EOS if i in (5, 6, 40, 64) else (37 * i + 11) % 512 for i in range(83)]
+LONG = [(91 * i + 5) % 512 for i in range(140)]
+N_NEW = 24
+SERIAL = Prefill(serial=True)
+
+
+def deep(**fields: Any) -> Prefill:
+    return Prefill(**{"deep_rows": 1, **fields})
+
+
+@pytest.fixture(scope="module")
+def engine(micro: Path, device: str) -> Iterator[Engine]:
+    limits = Limits(context_tokens=192, rows=16, prompt_rows=16, sequences=4, deep="open", deep_rows=2)
+    with Engine.open(micro, limits, device=device) as opened:
+        assert opened.rank.deep is not None, opened.rank.deep_refused
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def oracle(engine: Engine, prompt_run: Callable[..., Any]) -> Any:
+    """IDS by serial decode, one row a launch."""
+    return prompt_run(engine, IDS, SERIAL, n_new=N_NEW)
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 65, 83])
+def test_deep_chunks_equal_serial_decode(
+    engine: Engine, oracle: Any, prompt_run: Callable[..., Any], chunk: int
+) -> None:
+    before = vars(engine.prompts).copy()
+    found = prompt_run(engine, IDS, deep(chunk=chunk), n_new=N_NEW)
+    assert not oracle.differs(found)
+    assert engine.prompts.deep_rows - before["deep_rows"] == len(IDS)
+    assert engine.prompts.deep_chunks - before["deep_chunks"] == -(-len(IDS) // chunk)
+
+
+@pytest.mark.parametrize("cuts", [(1, 2, 3), (4, 12, 31), (63, 64), (37, 80)])
+def test_prompt_given_in_pieces_by_mixed_paths(
+    engine: Engine, oracle: Any, prompt_run: Callable[..., Any], cuts: tuple[int, ...]
+) -> None:
+    assert not oracle.differs(prompt_run(engine, IDS, deep(), cuts, N_NEW))
+    assert not oracle.differs(prompt_run(engine, IDS, Prefill(deep_rows=9), cuts, N_NEW))
+
+
+@pytest.mark.parametrize("chunk", [1, 9, 40])
+def test_batched_rows_equal_serial_decode(
+    engine: Engine, oracle: Any, prompt_run: Callable[..., Any], chunk: int
+) -> None:
+    before = engine.prompts.batched_rows
+    assert not oracle.differs(prompt_run(engine, IDS, Prefill(deep=False, chunk=chunk), n_new=N_NEW))
+    assert engine.prompts.batched_rows - before == len(IDS)
+
+
+def test_every_row_of_a_tiny_model(device: str, prompt_run: Callable[..., Any]) -> None:
+    """More layers and wider sums than micro; one chunk and an odd cut."""
+    limits = Limits(context_tokens=96, rows=16, prompt_rows=16, deep="open", deep_rows=2)
+    ids = [(53 * i + 2) % 1024 for i in range(90)]
+    with Engine.open("synth:tiny?seed=3", limits, device=device) as engine:
+        expected = prompt_run(engine, ids, Prefill(deep=False), n_new=3)
+        assert not expected.differs(prompt_run(engine, ids, deep(), n_new=3))
+        assert not expected.differs(prompt_run(engine, ids, deep(chunk=41), n_new=3))
+
+
+def test_index_scores_in_two_windows(
+    micro: Path, device: str, monkeypatch: pytest.MonkeyPatch, prompt_run: Callable[..., Any]
+) -> None:
+    """Scores for 128 rows at a time, in a bucket of 256 rows; every span with a guard zone of its own."""
+    monkeypatch.setattr(deep_layout, "SCORE_BYTES", 1)
+    monkeypatch.setattr(deep_layout, "OVERLAY", False)
+    limits = Limits(context_tokens=192, rows=16, prompt_rows=16, deep="open", deep_rows=2)
+    with Engine.open(micro, limits, device=device) as engine:
+        assert engine.rank.deep is not None
+        assert engine.rank.deep.layout.score_rows == 128 and engine.rank.deep.layout.rows == 256
+        selects = [s.args["first_row"] for s in engine.rank.deep.steps(256) if s.kernel == "index_select"]
+        assert set(selects) == {0, 128}
+        expected = prompt_run(engine, LONG, Prefill(deep=False), n_new=2)
+        assert not expected.differs(prompt_run(engine, LONG, deep(), n_new=2))
+        if engine.facts.is_simulator:
+            for arena in engine.rank.guarded_arenas():
+                arena.check_guards()
+
+
+def test_sampled_tokens_do_not_depend_on_the_path(engine: Engine) -> None:
+    sampling = Sampling(temperature=1.0, top_k=50, top_p=0.95, seed=11)
+    replies = [
+        engine.generate(IDS, max_new_tokens=6, sampling=sampling, stop_ids=(), prefill=prefill)
+        for prefill in (SERIAL, Prefill(deep=False), deep(), deep(chunk=50))
+    ]
+    assert len({reply.sha256 for reply in replies}) == 1
+    names = ("deep_chunks", "deep_rows", "batched_rows", "serial_rows", "deep_refusals")
+    assert [[reply.counters[name] for name in names] for reply in replies] == [
+        [0, 0, 0, 83, 0], [0, 0, 83, 0, 0], [1, 83, 0, 0, 0], [2, 83, 0, 0, 0]]
+
+
+def test_a_short_rest_is_batched(engine: Engine) -> None:
+    reply = engine.generate(IDS, max_new_tokens=1, stop_ids=(), prefill=Prefill(chunk=40, deep_rows=4))
+    assert (reply.counters["deep_rows"], reply.counters["batched_rows"]) == (80, 3)
+
+
+@pytest.mark.parametrize("rows", [(0, 1), (30, 45), (82, 83), (39, 41)])
+def test_rows_asked_for_have_the_same_bytes(engine: Engine, oracle: Any, rows: tuple[int, int]) -> None:
+    for prefill in (deep(chunk=40), Prefill(deep=False)):
+        found = engine.logits(IDS, rows=rows, prefill=prefill)
+        assert found.tobytes() == oracle.logits[slice(*rows)].tobytes()
+
+
+def test_several_sequences_in_one_chunk(engine: Engine, oracle: Any) -> None:
+    """Three runs of one walk, one of them of one row, each with the bytes it has alone."""
+    others = [LONG[:1], LONG[:30]]
+    with ExitStack() as stack:
+        alone = [stack.enter_context(engine.sequence()) for _ in others]
+        for sequence, ids in zip(alone, others, strict=True):
+            sequence.extend(ids)
+            engine.prompt([sequence], prefill=Prefill(deep=False))
+        expected = [engine.export_state(sequence) for sequence in alone]
+    for chunk in (None, 50):
+        before = engine.prompts.deep_chunks
+        with ExitStack() as stack:
+            mates = [stack.enter_context(engine.sequence()) for _ in range(3)]
+            for sequence, ids in zip(mates, (others[0], IDS, others[1]), strict=True):
+                sequence.extend(ids)
+            drawn = engine.prompt(mates, draw=True, prefill=deep(chunk=chunk))
+            assert drawn[1] == oracle.tokens[0] and min(drawn) >= 0
+            states = [engine.export_state(sequence) for sequence in mates]
+        assert engine.prompts.deep_chunks - before == (1 if chunk is None else 3)
+        for state, wanted in zip(states, (expected[0], oracle.state, expected[1]), strict=True):
+            assert [name for name in wanted if wanted[name].tobytes() != state[name].tobytes()] == []
+
+
+def test_progress_counts_every_token_once(engine: Engine) -> None:
+    for prefill, n_calls in ((deep(chunk=30), 3), (Prefill(deep=False), 6), (SERIAL, 83)):
+        told: list[tuple[int, int]] = []
+        how = Prefill(**{**vars(prefill), "progress": lambda done, of, to=told: to.append((done, of))})
+        engine.generate(IDS, max_new_tokens=1, prefill=how)
+        assert len(told) == n_calls and told[-1] == (83, 83)
+        assert [done for done, _ in told] == sorted({done for done, _ in told})
+
+
+@pytest.mark.parametrize(
+    "prefill", [deep(chunk=30), Prefill(deep=False), SERIAL], ids=["deep", "batched", "serial"]
+)
+@pytest.mark.parametrize("n_calls", [1, 2, 3])
+def test_cancel_between_launches(engine: Engine, oracle: Any, prefill: Prefill, n_calls: int) -> None:
+    """A stopped prompt costs nothing, another sequence keeps its bytes, and the prompt may go on."""
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) == n_calls
+
+    rank = engine.rank
+    with engine.sequence() as other, engine.sequence() as sequence:
+        other.extend(LONG[:20])
+        engine.prompt([other])
+        before = engine.export_state(other)
+        sequence.extend(IDS)
+        with pytest.raises(Cancelled) as caught:
+            engine.prompt([sequence], prefill=Prefill(**{**vars(prefill), "cancel": stop}))
+        assert caught.value.done_tokens == sequence.n_done < caught.value.prompt_tokens == len(IDS)
+        after = engine.export_state(other)
+        assert all(after[name].tobytes() == value.tobytes() for name, value in before.items())
+        assert engine.prompt([sequence], draw=True, prefill=prefill) == oracle.tokens[:1]
+    event = threading.Event()
+    event.set()
+    with pytest.raises(Cancelled):
+        engine.generate(IDS, max_new_tokens=1, prefill=Prefill(**{**vars(prefill), "cancel": event}))
+    assert rank.slots.free_slots == 4 and rank.pages.free_pages == rank.layout.n_pages
+
+
+def test_driver_error_in_a_chunk_spoils_its_sequences_only(engine: Engine, oracle: Any) -> None:
+    with engine.sequence() as other, engine.sequence() as one, engine.sequence() as two:
+        other.extend(IDS[:10])
+        engine.prompt([other])
+        one.extend(IDS)
+        two.extend(IDS[:5])
+        with faults.fail_nth(30, 1, only="cuLaunchKernel"), pytest.raises(DriverError):
+            engine.prompt([one, two], prefill=deep())
+        assert one.failed and two.failed and not other.failed
+        with pytest.raises(UsageError, match="unknown after a failed round"):
+            engine.prompt([one], prefill=deep())
+        other.extend(IDS[10:])
+        assert engine.prompt([other], draw=True, prefill=deep()) == oracle.tokens[:1]
+    assert engine.rank.slots.free_slots == 4
+
+
+@pytest.mark.parametrize("only", ["cuMemcpyAsync", "cuEventRecord", "cuLaunchKernel", "cuEventSynchronize"])
+def test_a_failed_call_in_a_prompt_leaves_the_engine_usable(engine: Engine, oracle: Any, only: str) -> None:
+    for n in (1, 2, 9):
+        with faults.fail_nth(n, 1, only=only) as plan:
+            try:
+                engine.generate(IDS, max_new_tokens=1, stop_ids=(), prefill=deep(chunk=30))
+            except DriverError:
+                assert plan.fired == 1
+        assert engine.rank.slots.free_slots == 4
+        assert engine.rank.pages.free_pages == engine.rank.layout.n_pages
+    found = engine.generate(IDS, max_new_tokens=1, stop_ids=(), prefill=deep(chunk=30))
+    assert found.tokens == oracle.tokens[:1]
+
+
+def test_plan_and_ledger_of_the_deep_buffers(engine: Engine) -> None:
+    rank = engine.rank
+    assert rank.deep is not None
+    layout = rank.deep.layout
+    planned = plan(rank.layout, engine.pack, engine.facts.is_simulator, layout)
+    assert engine.ledger.live("device")["deep"] == planned.device["deep"] == rank.deep.arena.size_bytes
+    report = engine.memory()
+    assert report.deep["rows"] == layout.rows == 256 and report.deep["refused"] == ""
+    assert {"d_streams", "d_wide", "d_moe_x", "d_score", "tables"} <= set(report.deep["spans"])
+    assert "deep pass: 256 rows a chunk" in report.table()
+
+
+def test_shared_spans_never_overlap_within_a_side(engine: Engine) -> None:
+    assert engine.rank.deep is not None
+    layout = engine.rank.deep.layout
+    experts = {name for name in layout.shared if name.startswith("d_moe_")}
+    for side in (experts, set(layout.shared) - experts):
+        places = sorted(layout.shared[name] for name in side)
+        assert all(a + size <= b for (a, size), (b, _) in zip(places, places[1:], strict=False))
+        assert max(a + size for a, size in places) <= layout.sizes["shared"]
+
+
+def test_launches_of_a_chunk_are_its_steps(engine: Engine) -> None:
+    rank = engine.rank
+    assert rank.deep is not None
+    names: list[str] = []
+    idle: list[bool] = []
+
+    def observe(launch: Any) -> None:
+        names.append(launch.name)
+        idle.append(rank.stream.query())
+
+    rank.observer = observe
+    try:
+        engine.generate(IDS, max_new_tokens=1, stop_ids=(), prefill=deep())
+    finally:
+        rank.observer = None
+    walk = [step.kernel for step in rank.deep.steps(128)]
+    assert names[: len(walk)] == walk and all(idle)
+    assert names[len(walk) :] == [launch.name for launch in rank.launches("head", 1)]
+
+
+# ---- refused buffers
+
+
+@pytest.fixture(scope="module")
+def base_bytes(engine: Engine) -> int:
+    """Device bytes of the plan below without the deep pass."""
+    return sum(plan(engine.rank.layout, engine.pack, engine.facts.is_simulator).device.values())
+
+
+@pytest.mark.parametrize("mode", ["open", "request"])
+def test_buffers_that_do_not_fit_change_time_only(
+    micro: Path, device: str, engine: Engine, oracle: Any, base_bytes: int, mode: str
+) -> None:
+    limits = {**vars(engine.limits), "deep": mode, "device_bytes": base_bytes + 4096}
+    with Engine.open(micro, Limits(**limits), device=device) as small:
+        assert small.rank.deep is None and "plan leaves 4.0 KiB" in small.rank.deep_refused
+        reply = small.generate(IDS, max_new_tokens=N_NEW, stop_ids=(), prefill=deep(chunk=40))
+        assert reply.tokens == oracle.tokens
+        assert (reply.counters["deep_refusals"], reply.counters["batched_rows"]) == (3, 83)
+        assert "deep" not in small.ledger.live("device")
+        assert "deep pass: none; the smallest deep buffers take" in small.memory().table()
+
+
+def test_chunk_is_the_largest_that_fits(micro: Path, device: str, engine: Engine, base_bytes: int) -> None:
+    layout = engine.rank.layout
+    guard = engine.facts.is_simulator
+    sizes = {rows: deep_layout.DeepLayout(layout, rows).size_bytes(guard) for rows in (128, 256)}
+    for room, rows in ((sizes[256], 256), (sizes[256] - 1, 0)):
+        limits = {**vars(engine.limits), "device_bytes": base_bytes + room}
+        with Engine.open(micro, Limits(**limits), device=device) as opened:
+            assert (opened.rank.deep.layout.rows if opened.rank.deep else 0) == rows
+    limits = {**vars(engine.limits), "chunk": 100, "device_bytes": base_bytes + sizes[128]}
+    with Engine.open(micro, Limits(**limits), device=device) as opened:
+        assert opened.rank.deep is not None and opened.rank.chunk == 100
+        assert opened.rank.deep.layout.rows == 128
+
+
+@pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemHostAlloc", "cuEventCreate", "cuMemcpyHtoDAsync",
+                                  "cuLaunchKernel"])
+def test_driver_refuses_the_buffers_at_open(
+    micro: Path, device: str, engine: Engine, oracle: Any, call: str
+) -> None:
+    """The call that fails is the first of its name after everything else is there."""
+    off = Limits(**{**vars(engine.limits), "deep": "off"})
+    with faults.count_calls() as count, Engine.open(micro, off, device=device):
+        n_calls = count.names.count(call)
+    if call == "cuLaunchKernel":  # the empty rounds come after the deep pass
+        n_calls -= sum(len(engine.rank.launches("token", bucket)) for bucket in (1, 16))
+    code = 2 if call.endswith("Alloc") else 1
+    with (
+        faults.fail_nth(n_calls + 1, code, only=call) as planned,
+        Engine.open(micro, engine.limits, device=device) as opened,
+    ):
+        assert planned.fired == 1
+        assert opened.rank.deep is None and f"{call}(" in opened.rank.deep_refused
+        assert "deep" not in opened.ledger.live("device")
+        assert "deep.staging" not in opened.ledger.live("pinned")
+        reply = opened.generate(IDS, max_new_tokens=1, stop_ids=(), prefill=deep())
+        assert reply.tokens == oracle.tokens[:1] and reply.counters["deep_refusals"] == 1
+
+
+def test_driver_refuses_the_buffers_at_a_request(
+    micro: Path, device: str, engine: Engine, oracle: Any
+) -> None:
+    """That prompt goes by batches; the next one gets the buffers, and they stay."""
+    limits = Limits(**{**vars(engine.limits), "deep": "request"})
+    with Engine.open(micro, limits, device=device) as opened:
+        assert opened.rank.deep is None and not opened.rank.deep_refused
+        assert "no prompt has asked for it" in opened.memory().table()
+        assert opened.generate(IDS, max_new_tokens=1, prefill=Prefill(deep=False)).counters["deep_rows"] == 0
+        for call, code in (("cuMemAlloc", 2), ("cuMemHostAlloc", 2), ("cuEventCreate", 1)):
+            with faults.fail_nth(1, code, only=call):
+                reply = opened.generate(IDS, max_new_tokens=1, stop_ids=(), prefill=deep())
+            assert reply.tokens == oracle.tokens[:1]
+            assert (reply.counters["deep_refusals"], reply.counters["batched_rows"]) == (1, 83)
+            assert f"{call}(" in opened.rank.deep_refused and f"{call}(" in opened.memory().table()
+            assert "deep" not in opened.ledger.live("device")
+        reply = opened.generate(IDS, max_new_tokens=N_NEW, stop_ids=(), prefill=deep())
+        assert reply.tokens == oracle.tokens and reply.counters["deep_rows"] == 83
+        first = opened.rank.deep
+        opened.generate(IDS, max_new_tokens=1, prefill=deep())
+        assert opened.rank.deep is first and first is not None and not opened.rank.deep_refused
+        ledger = opened.ledger
+    ledger.require_empty()
+    assert first.closed and first.arena.closed
+
+
+def test_a_lost_context_is_no_refusal(micro: Path, device: str, engine: Engine) -> None:
+    limits = Limits(**{**vars(engine.limits), "deep": "request"})
+    opened = Engine.open(micro, limits, device=device)
+    with faults.fail_nth(1, 700, only="cuMemAlloc"), pytest.raises(ContextLost):
+        opened.generate(IDS, max_new_tokens=1, prefill=deep())
+    ledger = opened.ledger
+    with suppress(DriverError, ExceptionGroup):
+        opened.close()
+    ledger.require_empty()
+
+
+@pytest.mark.parametrize(("fields", "reason"), [
+    ({"deep": "off"}, "Limits.deep is off"),
+    ({"deep_rows": 512}, "no segment of these limits reaches Limits.deep_rows=512 rows"),
+    ({"chunk": 100, "deep_rows": 101}, "no segment of these limits")])
+def test_nothing_is_reserved_where_no_segment_goes_deep(
+    micro: Path, device: str, engine: Engine, fields: dict[str, Any], reason: str
+) -> None:
+    with Engine.open(micro, Limits(**{**vars(engine.limits), **fields}), device=device) as opened:
+        assert opened.rank.deep is None and reason in opened.rank.deep_refused
+        assert "deep" not in opened.ledger.live("device")
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(("fields", "text"), [
+    ({"chunk": 0}, "chunk is outside its range (value=0, range=1..16384)"),
+    ({"chunk": 16385}, "chunk is outside its range (value=16385"),
+    ({"chunk": True}, "chunk is outside its range"), ({"chunk": 1.5}, "chunk is outside its range"),
+    ({"deep_rows": 0}, "deep_rows is outside its range (value=0"), ({"deep_rows": "1"}, "deep_rows"),
+    ({"serial": 1}, "serial is True or False"), ({"deep": None}, "deep is True or False"),
+    ({"cancel": 5}, "cancel is a threading.Event or a callable"),
+    ({"progress": 5}, "progress is a callable")])
+def test_prefill_outside_its_range(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(text)):
+        Prefill(**fields)
+
+
+@pytest.mark.parametrize(("fields", "text"), [
+    ({"chunk": -1}, "limit chunk"), ({"chunk": 16385}, "limit chunk"), ({"deep_rows": 0}, "limit deep_rows"),
+    ({"deep": "maybe"}, "deep is not known (value=maybe); use one of open, request, off")])
+def test_limits_of_prompts_outside_their_range(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(text)):
+        Limits(**fields)
+
+
+def test_requests_that_cannot_run_change_nothing(engine: Engine, oracle: Any) -> None:
+    text = "chunk is above the engine's plan (chunk=257, plan=256); raise Limits.chunk"
+    with pytest.raises(UsageError, match=re.escape(text)):
+        engine.generate(IDS, max_new_tokens=1, prefill=Prefill(chunk=257))
+    with pytest.raises(UsageError, match="chunk is above"):
+        engine.logits(IDS, prefill=Prefill(chunk=257))
+    with pytest.raises(CapacityError, match="needed_tokens=193, context_tokens=192"):
+        engine.generate([1] * 193, max_new_tokens=1, prefill=deep())
+    with pytest.raises(CapacityError, match="tokens=193, capacity=192"):
+        engine.logits([1] * 193, prefill=deep())
+    with engine.sequence() as sequence, engine.sequence() as closed:
+        sequence.extend([3, 512])
+        for prefill in (deep(), Prefill(deep=False)):
+            with pytest.raises(UsageError, match="index=1, id=512, vocab=512"):
+                engine.prompt([sequence], prefill=prefill)
+            if prefill.deep:
+                assert sequence.n_done == 0 and not sequence.failed
+        with pytest.raises(UsageError, match="a sequence is given twice"):
+            engine.prompt([sequence, sequence], prefill=deep())
+        closed.extend(IDS)
+        engine.rank.close_sequence(closed)
+        with pytest.raises(UsageError, match="closed sequence"):
+            engine.prompt([closed], prefill=deep())
+    assert engine.prompt([]) == []
+    assert engine.generate(IDS, max_new_tokens=1, stop_ids=(), prefill=deep()).tokens == oracle.tokens[:1]
+
+
+def test_every_token_of_the_context_can_be_a_prompt(engine: Engine) -> None:
+    ids = (LONG * 2)[:192]
+    found = engine.logits(ids, rows=(191, 192), prefill=deep())
+    assert found.tobytes() == engine.logits(ids, rows=(191, 192), prefill=Prefill(deep=False)).tobytes()
+
+
+def test_the_rows_a_chunk_sees(engine: Engine) -> None:
+    """Tokens, positions and the two tokens before each, over a chunk's border and for two sequences."""
+    rank = engine.rank
+    assert rank.deep is not None
+    seen: list[np.ndarray] = []
+
+    def observe(launch: Any) -> None:
+        if launch.name == "embed_rows" and rank.deep is not None:
+            head = np.empty(1, ROUND)
+            copy_to_host(rank.stream, head.view(np.uint8), rank.deep.spans["round"])
+            rows = np.empty(int(head[0]["n_rows"]), ROW)
+            copy_to_host(rank.stream, rows.view(np.uint8), rank.deep.spans["rows"].sub(0, rows.nbytes))
+            seen.append(rows)
+
+    rank.observer = observe
+    try:
+        with engine.sequence() as one, engine.sequence() as two:
+            one.extend([10, 11, 12, 13, 14])
+            two.extend([20, 21])
+            engine.prompt([one, two], prefill=deep(chunk=4))
+            slots = (one.i_slot, two.i_slot)
+    finally:
+        rank.observer = None
+    fields = ("slot", "run", "token", "position", "prev1", "prev2", "i_out")
+    a, b = slots
+    assert [[tuple(int(row[f]) for f in fields) for row in rows] for rows in seen] == [
+        [(a, 0, 10, 0, EOS, EOS, 0), (a, 0, 11, 1, 10, EOS, 1), (a, 0, 12, 2, 11, 10, 2),
+         (a, 0, 13, 3, 12, 11, 3)],
+        [(a, 0, 14, 4, 13, 12, 0), (b, 1, 20, 0, EOS, EOS, 1), (b, 1, 21, 1, 20, EOS, 2)]]
