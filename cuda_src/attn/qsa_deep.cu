@@ -56,14 +56,18 @@ struct Attended {
     }
 };
 
-// Keys of the warp's 16 entries, an entry at a time; absent ones are the last.  group: addresses, by lane.
+// Keys of the warp's 16 entries, an entry at a time; absent ones are entries of the last group.  group: addresses, by
+// lane.
 FN_DEVICE void copy_keys(Shared& sh, u64 group, u32 step, u32 live, u32 warp, u32 lane) {
     if (16u * warp < live) {
 #pragma unroll
-        for (u32 i = 0; i < 16; i++) {
-            u32 entry = fn_min_u32(16u * warp + i, live - 1u);
-            u64 at = fn_shfl(group, entry / FN_BLOCK_TOKENS) + (entry % FN_BLOCK_TOKENS) * step + 16u * lane;
-            fn_cp_async16(&sh.key[16u * warp + i][8u * lane], reinterpret_cast<const void*>(at));
+        for (u32 i = 0; i < 4; i++) {
+            u32 index = 4u * warp + i, last = index < (live - 1u) / FN_BLOCK_TOKENS ? 3u : (live - 1u) & 3u;
+            u64 at = fn_shfl(group, index) + 16u * lane;
+#pragma unroll
+            for (u32 j = 0; j < 4; j++)
+                fn_cp_async16(&sh.key[FN_BLOCK_TOKENS * index + j][8u * lane],
+                              reinterpret_cast<const void*>(at + fn_min_u32(j, last) * step));
         }
     }
     fn_cp_async_commit();
@@ -121,6 +125,9 @@ template <int Tiles> FN_DEVICE void scores(Shared& sh, u32 warp, u32 lane) {
         for (u32 i = 0; i < 4; i++) sh.s[8u * n + 2u * t + (i & 1u)][entry + 8u * (i >> 1)] = fn_mul(d[n][i], 0.0625f);
 }
 
+// fn_max but for the sign of a zero, which no difference of maxima shows; without branches.
+FN_DEVICE float higher(float a, float b) { return a > b || a != a ? a : b; }
+
 // Weights of a part, m and l, and how it joins the parts before: 8 lanes a head, lane j of them holding entries
 // j, j + 8, ...  m, l: of all parts so far, in each of the 8 lanes.
 FN_DEVICE void weights(Shared& sh, u32 live, u32 group, u32 warp, u32 lane, bool first, float& m, float& l) {
@@ -130,13 +137,14 @@ FN_DEVICE void weights(Shared& sh, u32 live, u32 group, u32 warp, u32 lane, bool
 #pragma unroll
     for (u32 i = 0; i < 8; i++) {
         e[i] = h < group && j + 8u * i < live ? sh.s[h][j + 8u * i] : fn_u2f(0xff800000u);
-        pm = fn_max(pm, e[i]);
+        pm = higher(pm, e[i]);
     }
 #pragma unroll
-    for (u32 d = 4; d; d >>= 1) pm = fn_max(pm, fn_shfl_xor(pm, d));
+    for (u32 d = 4; d; d >>= 1) pm = higher(pm, fn_shfl_xor(pm, d));
 #pragma unroll
     for (u32 i = 0; i < 8; i++) {
-        e[i] = j + 8u * i < live ? fn_exp(fn_sub(e[i], pm)) : 0.f;
+        float w = fn_exp(fn_sub(e[i], pm));
+        e[i] = j + 8u * i < live ? w : 0.f;
         sh.e[h][j + 8u * i] = fn_f2h(e[i]);
     }
     float pl = fn_add(fn_add(fn_add(e[0], e[4]), fn_add(e[2], e[6])), fn_add(fn_add(e[1], e[5]), fn_add(e[3], e[7])));
@@ -147,7 +155,7 @@ FN_DEVICE void weights(Shared& sh, u32 live, u32 group, u32 warp, u32 lane, bool
         l = pl;
         return;
     }
-    float top = fn_max(m, pm), a = fn_exp(fn_sub(m, top)), b = fn_exp(fn_sub(pm, top));
+    float top = higher(m, pm), a = fn_exp(fn_sub(m, top)), b = fn_exp(fn_sub(pm, top));
     l = fn_fma(pl, b, fn_mul(l, a));
     m = top;
     if (j == 0u) sh.factor[h] = make_float2(a, b);

@@ -162,8 +162,8 @@ QSA_DEEP: Final = (
         "last_entry",
         "tail",
         _ATTN,
-        "e[i] = j + 8u * i < live ? fn_exp",
-        "e[i] = j + 8u * i + 1u < live ? fn_exp",
+        "e[i] = j + 8u * i < live ? w : 0.f;",
+        "e[i] = j + 8u * i + 1u < live ? w : 0.f;",
     ),
     _one(
         "values_of_the_part_before",
