@@ -1,4 +1,4 @@
-"""Contract cases of the prompt's gdn kernels, against FP64; and both of them in place of gdn_conv and gdn_step.
+"""Contract cases of the prompt's gdn kernels against FP64, and both of them in place of gdn_conv and gdn_step.
 
 Called by cases_gdn.py and pairs.py.  A slot holds the state and, behind it, the convolution's tail, as both
 kernels and the two they replace find them.
@@ -37,11 +37,10 @@ class _Layer:
         self.runs = Runs(case, seed, (self.state_size + 3 * self.channels // 2,), np.float32)
         self.longest = max(self.runs.lengths) + self.runs.first
         scale = 0.0 if self.special == "zero" else 1.0
-        self.states = [signed(seed, f"state{q}", self.shape, 0.5) * np.float32(scale)
-                       for q in self.runs.sequences]
+        self.states = [signed(seed, f"state{q}", self.shape, 0.5 * scale) for q in self.runs.sequences]
         if self.special == "nonfinite_state":
             self.states[0][0, 7, 3], self.states[0][1, 5, 100] = np.nan, np.inf
-        self.tails = [(signed(seed, f"tail{q}", (3, self.channels), 4.0) * np.float32(scale)).astype(np.float16)
+        self.tails = [signed(seed, f"tail{q}", (3, self.channels), 4.0 * scale).astype(np.float16)
                       for q in self.runs.sequences]
         for i, (state, tail) in enumerate(zip(self.states, self.tails, strict=True)):
             self.runs.fill(i, np.concatenate([state.reshape(-1), tail.reshape(-1).view(np.float32)]))

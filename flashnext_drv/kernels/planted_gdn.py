@@ -168,8 +168,9 @@ GDN_DEEP_INPUT: Final = (
          "float f3 = fn_h2f(fn_f2h(fn_b2f(fn_f2b(in[i]))));"),
     _one("ties_away", "tie", _DEEP, "float f3 = fn_h2f(fn_f2h(in[i]));",
          "float f3 = fn_h2f(fn_f2h(fn_u2f(fn_f2u(in[i]) + 1u)));", "midpoints"),
-    _one("first_run", "stale", _DEEP, "fn_ld(&rows[row].run)", "fn_ld(&rows[first].run)", "mixed_runs"),
-    _one("tail_always", "index", _DEEP, "into >= 3u ?", "into >= 99u ?", "blocks", "long"),
+    _one("first_run", "stale", _DEEP, "fn_ld(&slots[run.slot].recurrent)",
+         "fn_ld(&slots[runs[0].slot].recurrent)", "mixed_runs"),
+    _one("row_after", "index", _DEEP, "(u64)(row + i - 3u)", "(u64)(row + i - 2u)", "blocks", "long"),
     _one("last_row", "tail", _DEEP, "if (first + mine >= end) return;",
          "if (first + mine + 1u >= end) return;"),
     _one("query_unscaled", "scale", _DEEP, "head < n_k ? fn_unit::times", "head > n_k ? fn_unit::times"),
@@ -184,27 +185,24 @@ GDN_SCAN: Final = (
         "lanes_crosswise",
         "order",
         _SCAN,
-        """    s0 = fn_add(s0, fn_shfl_xor(s0, 1u));
-    s1 = fn_add(s1, fn_shfl_xor(s1, 1u));
-    s0 = fn_add(s0, fn_shfl_xor(s0, 2u));
-""",
-        """    s0 = fn_add(s0, fn_shfl_xor(s0, 2u));
-    s1 = fn_add(s1, fn_shfl_xor(s1, 1u));
-    s0 = fn_add(s0, fn_shfl_xor(s0, 1u));
-""",
+        "    v = fn_add(v, fn_shfl_xor(v, 1u));\n    return fn_add(v, fn_shfl_xor(v, 2u));",
+        "    v = fn_add(v, fn_shfl_xor(v, 2u));\n    return fn_add(v, fn_shfl_xor(v, 1u));",
     ),
     _one("update_split", "contraction", _SCAN, "make_float4(fn_fma(k.x, delta, M.x),",
          "make_float4(fn_add(fn_mul(k.x, delta), M.x),"),
-    _one("seven_eighths", "leaf", _SCAN, "for (u32 m = 4; m < 8u; m++) {", "for (u32 m = 4; m < 7u; m++) {",
-         "mixed_runs"),
+    _one("three_of_four", "leaf", _SCAN, "    acc = fn_fma(x.z, y.z, acc);\n", ""),
     _one("decay_f16", "rounding", _SCAN, "lane.decay = gate.x;", "lane.decay = fn_h2f(fn_f2h(gate.x));"),
-    _one("query_of_the_next", "index", _SCAN, "part(now.q + 4u * p, m)", "part(after.q + 4u * p, m)",
+    _one("query_of_the_next", "index", _SCAN, "lane.q[m] = part(now + 128u, m);",
+         "lane.q[m] = part(after + 128u, m);", "mixed_runs"),
+    _one("other_column", "layout", _SCAN, "float mine = odd ? out[1] : out[0];",
+         "float mine = odd ? out[0] : out[1];", "mixed_runs"),
+    _one("even_runs_short", "tail", _SCAN, "        if (t + 1u < n) {\n", "        if (t + 2u < n) {\n",
          "mixed_runs"),
-    _one("last_row", "tail", _SCAN, "if (writes && n > 1u) o[", "if (writes && n > 2u) o["),
     _one("old_tail", "stale", _SCAN, "f[i] = n + i >= 3u ?", "f[i] = n + i >= 4u ?", "two_rows"),
     _one("no_wait", "barrier", _SCAN, "            fn_cp_async_wait<1>();\n", "", "ring"),
     _one("one_group_less", "barrier", _SCAN, "fn_cp_async_wait<1>();", "fn_cp_async_wait<2>();", "ring"),
-    _one("first_stage_alone", "barrier", _SCAN,
-         "if ((t + 1u) % TOKENS == 0 && t + 1u < n) __syncthreads();", "",
-         "two_heads"),
+    _one("target_in_use", "barrier", _SCAN, "n, q, q + n_k * 128u, v, gate, channels, n_v, unit, units);\n"
+         "        }\n", "n, q, q + n_k * 128u, v, gate, channels, n_v, unit, units);\n"
+         "            fill(shared, i + 4u, n, q, q + n_k * 128u, v, gate, channels, n_v, unit, units);\n"
+         "        }\n", "ring"),
 )
