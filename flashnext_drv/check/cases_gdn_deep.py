@@ -1,4 +1,4 @@
-"""Contract cases of the prompt's gdn kernels against FP64, and both of them in place of gdn_conv and gdn_step.
+"""Contract cases of the prompt's gdn kernels, against FP64; and both in place of gdn_conv and gdn_step.
 
 Called by cases_gdn.py and pairs.py.  A slot holds the state and, behind it, the convolution's tail, as both
 kernels and the two they replace find them.
