@@ -14,6 +14,7 @@ __all__ = ["INDEX_SCORE_DEEP", "QSA_DEEP"]
 
 _SCORE: Final = "attn/index_score_deep.cu"
 _ATTN: Final = "attn/qsa_deep.cu"
+_ARRIVED: Final = "a copy has arrived long before it is needed: that it is not awaited changes nothing"
 
 
 def _one(name: str, kind: str, file: str, old: str, new: str, *cases: str) -> Control:
@@ -98,7 +99,7 @@ QSA_DEEP: Final = (
                 "step, after, warp, lane);\n\n        weights",
             ),
         ),
-        cases=("part_ends", "two_parts"),
+        cases=("two_parts", "five_parts"),
     ),
     Control(
         "weights_barrier",
@@ -115,25 +116,62 @@ QSA_DEEP: Final = (
                 "all but the next keys\n        __syncwarp();\n",
             ),
         ),
-        cases=("part_ends", "two_parts"),
+        cases=("two_parts", "five_parts"),
     ),
-    _one(
+    Control(
         "keys_not_awaited",
         "barrier",
-        _ATTN,
-        "        fn_cp_async_wait<1>();  // all but the values\n",
-        "        fn_cp_async_wait<2>();\n",
-        "one",
-        "five_parts",
+        (
+            Edit(
+                _ATTN,
+                "        fn_cp_async_wait<1>();  // all but the values\n",
+                "        fn_cp_async_wait<2>();\n",
+            ),
+        ),
+        cases=("one", "five_parts"),
+        racecheck=_ARRIVED,
     ),
-    _one(
+    Control(
         "values_not_awaited",
         "barrier",
+        (
+            Edit(
+                _ATTN,
+                "        fn_cp_async_wait<1>();  // all but the next keys\n",
+                "        fn_cp_async_wait<2>();\n",
+            ),
+        ),
+        cases=("one", "five_parts"),
+        racecheck=_ARRIVED,
+    ),
+    Control(
+        "keys_too_early",
+        "barrier",
+        (
+            Edit(
+                _ATTN,
+                "        __syncwarp();\n        copy_keys(sh, here, step, after, warp, lane);\n",
+                "        __syncwarp();\n",
+            ),
+            Edit(
+                _ATTN,
+                "        if (16u * warp < live) scores",
+                "        copy_keys(sh, here, step, after, warp, lane);\n        fn_delay();\n"
+                "        if (16u * warp < live) scores",
+            ),
+        ),
+        cases=("five_parts", "two_parts"),
+    ),
+    _one(
+        "values_too_early",
+        "barrier",
         _ATTN,
-        "        fn_cp_async_wait<1>();  // all but the next keys\n",
-        "        fn_cp_async_wait<2>();\n",
-        "one",
+        "        values<Tiles>(sh, live,",
+        "        if (after != 0u) copy_values(sh, here, step, to_value, after, warp, lane);\n"
+        "        fn_delay();\n"
+        "        values<Tiles>(sh, live,",
         "five_parts",
+        "two_parts",
     ),
     _one(
         "sum_in_order",
