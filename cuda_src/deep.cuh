@@ -107,6 +107,43 @@ FN_DEVICE void fn_deep_operand(u32 format, const u8* at, u32 stride, u32 n_steps
     fn_deep_plain(format == FN_FORMAT_F16 || format == FN_FORMAT_BF16, at, stride, n_steps, a);
 }
 
+#ifdef FN_HOPPER
+// One warp's weights of a block of 64 k in shared memory: loaded at once, decoded step by step.
+template <u32 W2, u32 CODEBOOK> struct FnDeepTrellis {
+    FnRing<W2> ring;
+    u32 words[4][FnRing<W2>::kLoads];
+
+    FN_DEVICE explicit FnDeepTrellis(u32) : ring(threadIdx.x & 31u) {}
+    FN_DEVICE void load(const u8* stage, u32 warp) {
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) ring.load_any(stage + (i * FN_DEEP_WARPS + warp) * 16u * W2, words[i]);
+    }
+    FN_DEVICE void operand(u32 step, u32 (&a)[4]) const {
+        u32 state[8];
+        ring.states(words[step], state);
+        a[0] = fn_codebook2<CODEBOOK>(state[0], state[1]);
+        a[1] = fn_codebook2<CODEBOOK>(state[4], state[5]);
+        a[2] = fn_codebook2<CODEBOOK>(state[2], state[3]);
+        a[3] = fn_codebook2<CODEBOOK>(state[6], state[7]);
+    }
+};
+// The same for any format, decoded at once: for those that are rare, as each form above is a loop of its own.
+struct FnDeepAny {
+    u32 format, done[4][4];
+
+    FN_DEVICE explicit FnDeepAny(u32 format) : format(format) {}
+    FN_DEVICE void load(const u8* stage, u32 warp) {
+        bool exl3 = (format & 255u) == FN_FORMAT_EXL3;
+        u32 bytes = exl3 ? 16u * (format >> 8 & 255u) : 512u;
+        fn_deep_operand(format, stage + warp * (exl3 ? bytes : 2048u), exl3 ? FN_DEEP_WARPS * bytes : 512u, 4u, done);
+    }
+    FN_DEVICE void operand(u32 step, u32 (&a)[4]) const {
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) a[i] = done[step][i];
+    }
+};
+#endif
+
 // d += weights x rows for step `step` (0..3) of the images in shared memory, by mma.sync, for n_tiles of 8 rows.
 template <u32 ROW_TILES>
 FN_DEVICE void fn_deep_step(const u8* image, u32 step, const u32 (&a)[4], bool bf16, u32 n_tiles,
@@ -214,10 +251,16 @@ template <class Shared> struct FnDeep {
         walk.units = fn_shfl(w.leaves, 0u) * walk.segments;
         walk.steps = fn_shfl(w.k, 0u) / 16u / walk.units;
         walk.format = fn_shfl(w.w.format, 0u);
-        if (walk.format == FN_FORMAT_BF16 || walk.steps % 4u)
-            by_steps<ROW_TILES>(walk, sum);
-        else
-            by_blocks<ROW_TILES>(walk, sum);
+        u32 format = walk.steps % 4u ? FN_FORMAT_BF16 : walk.format;
+#define FN_TRELLIS(w2)                                                                                             \
+    case FN_FORMAT_EXL3 | w2 << 8 | 2u << 16: by_blocks<ROW_TILES, FnDeepTrellis<w2, 2>>(walk, sum); return;
+        switch (format) {
+            FN_TRELLIS(2) FN_TRELLIS(3) FN_TRELLIS(4) FN_TRELLIS(5) FN_TRELLIS(6) FN_TRELLIS(7) FN_TRELLIS(8)
+            FN_TRELLIS(10) FN_TRELLIS(12) FN_TRELLIS(14) FN_TRELLIS(16)
+            case FN_FORMAT_BF16: by_steps<ROW_TILES>(walk, sum); return;
+        }
+#undef FN_TRELLIS
+        by_blocks<ROW_TILES, FnDeepAny>(walk, sum);
 #else
         walk(w, rows, sum);
 #endif
@@ -303,39 +346,49 @@ template <class Shared> struct FnDeep {
         if ((threadIdx.x & 31u) == 0) fn_barrier_arrive(&s.empty[block % STAGES]);
     }
 
-    // Units are whole blocks of 64 k.  A block's weights are decoded while the products of the block before run.
-    template <u32 ROW_TILES> FN_DEVICE void by_blocks(const Walk& walk, float (&sum)[ROW_TILES][4]) {
+    // Units are whole blocks of 64 k.  A step's weights are decoded while the products of the step before run, also
+    // across blocks and units.
+    template <u32 ROW_TILES, class Source> FN_DEVICE void by_blocks(const Walk& walk, float (&sum)[ROW_TILES][4]) {
         FnDeepSum<ROW_TILES> units_sum;
+        Source source(walk.format);
+        u32 a[2][4], first = i_block, last = first + walk.units * (walk.steps / 4u);
+        fetch(source);
+        source.operand(0, a[0]);
 #pragma unroll 1
         for (u32 unit = 0; unit < walk.units; unit++) {
             float d[ROW_TILES][4];
-            u32 a[2][4][4], first = i_block, last = first + walk.steps / 4u;
+            u32 end = i_block + walk.steps / 4u;
             fn_deep_zero(d);
             fn_hold(d);
-            for (;;) {
-                next(walk.format, first, a[0], d);
-                if (i_block == last) break;
-                next(walk.format, first, a[1], d);
-                if (i_block == last) break;
+#pragma unroll 1
+            while (i_block < end) {
+                u64 rows = fn_tile_descriptor(s.rows[i_block % STAGES]);
+#pragma unroll
+                for (u32 step = 0; step < 4; step++) {
+                    fn_wgmma_fence();
+                    fn_wgmma(d, a[step & 1u], rows + 2u * step);
+                    fn_wgmma_commit();
+                    fn_wgmma_wait<1>();
+                    if (step == 0 && i_block > first) release(i_block - 1u);
+                    if (step < 3) source.operand(step + 1u, a[step + 1u & 1u]);
+                }
+                i_block++;
+                if (i_block < last) {
+                    fetch(source);
+                    source.operand(0, a[0]);
+                }
             }
+            fn_hold(d);
             fn_wgmma_wait<0>();
             fn_hold(d);
-            release(last - 1u);
             units_sum.add(unit, walk.units / walk.segments, walk.segments, d, sum);
         }
+        release(last - 1u);
     }
-    // Decode the present block and start its products; when those of the block before are done give back its stage.
-    template <u32 ROW_TILES>
-    FN_DEVICE void next(u32 format, u32 first, u32 (&a)[4][4], float (&d)[ROW_TILES][4]) {
-        decode(format, 4u, a);
-        u64 rows = fn_tile_descriptor(s.rows[i_block % STAGES]);
-        fn_wgmma_fence();
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) fn_wgmma(d, a[i], rows + 2u * i);
-        fn_wgmma_commit();
-        fn_wgmma_wait<1>();
-        if (i_block > first) release(i_block - 1u);
-        i_block++;
+    template <class Source> FN_DEVICE void fetch(Source& source) {
+        u32 stage = i_block % STAGES;
+        fn_barrier_wait(&s.full[stage], (i_block / STAGES) & 1u);
+        source.load(s.weights[stage], threadIdx.x >> 5);
     }
 
     // bf16 weights, whose operand comes in two halves, and units that end inside a block.

@@ -2,8 +2,9 @@
 // Contract    linears: x tile images (tiled), w, svh, bias -> linears[j].out (rows, n) f32, rows < n_rows and outputs
 //             < n only.  EXL3: k, n % 128 == 0; plain: k % 16 == 0, any n >= 1.  n_warps = ceil(n / 128) tiles;
 //             first_warp counts tiles of the linears before.
-// Launch      grid (total tiles, ceil(rows / 128)), block 384, shared DeepLinearShared.  Block: 128 outputs of up to
-//             128 rows.
+// Launch      grid any (best: as many blocks as SMs, at most tiles x ceil(rows / 128)), block 384, shared
+//             DeepLinearShared.  A block takes tiles of 128 outputs x up to 128 rows, one after the other; those of the
+//             same rows are neighbours.
 // Arithmetic  orders exl3_dot_v1, plain_dot_v1, part_sum_v1 and hadamard: deep.cuh, then fn_hadamard128, fn_mul(.,
 //             svh), fn_add(., f32(bias)).
 // Equality    the bytes of linear_gemv and linear_finish; a row's bytes do not depend on the other rows.
@@ -50,13 +51,13 @@ FN_DEVICE void finish(const DeepLinearShared& s, const FnLinear& linear, u32 til
 }
 
 template <u32 ROW_TILES>
-FN_DEVICE void run(FnDeep<FnDeepShared<4, 16384>>& deep, DeepLinearShared& s, const FnLinear& linear, u32 tile,
-                   u32 row0, u32 live) {
+FN_DEVICE void run(FnDeep<FnDeepShared<4, 16384>>& deep, bool loads, DeepLinearShared& s, const FnLinear& linear,
+                   u32 tile, u32 row0, u32 live) {
     FnDeepWeights w = {linear.w, linear.k, linear.n, 8u * tile, 2u, (linear.n + 15u) / 16u, linear.leaves,
                        linear.segments};
     u32 k_blocks = (linear.k + 63u) / 64u;
     FnDeepRows rows = {reinterpret_cast<const u16*>(linear.x) + (u64)row0 * k_blocks * 64u, k_blocks, live};
-    if (deep.loads()) {
+    if (loads) {
         deep.template load<ROW_TILES>(w, rows);
         return;
     }
@@ -64,6 +65,7 @@ FN_DEVICE void run(FnDeep<FnDeepShared<4, 16384>>& deep, DeepLinearShared& s, co
     deep.dot(w, rows, sum);
     deep.spill(sum);
     finish(s, linear, tile, row0, live);
+    deep.meet();
 }
 
 }  // namespace FN_NAMESPACE
@@ -71,16 +73,19 @@ FN_DEVICE void run(FnDeep<FnDeepShared<4, 16384>>& deep, DeepLinearShared& s, co
 FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(DeepLinearShared, s);
-    u32 n_rows = fn_ld(&round->n_rows), row0 = FN_DEEP_ROWS * blockIdx.y, j = 0;
-    if (row0 >= n_rows) return;
-    for (u32 i = 1; i < n_linears; i++)
-        if (linears[i].first_warp <= blockIdx.x) j = i;
-    const FnLinear& linear = linears[j];
-    u32 tile = blockIdx.x - linear.first_warp, live = fn_min_u32(n_rows - row0, FN_DEEP_ROWS);
-    if (tile >= linear.n_warps) return;
+    u32 n_rows = fn_ld(&round->n_rows), n_tiles = linears[n_linears - 1u].first_warp + linears[n_linears - 1u].n_warps;
+    u32 total = n_tiles * ((n_rows + FN_DEEP_ROWS - 1u) / FN_DEEP_ROWS);
+    if (blockIdx.x >= total) return;
     FnDeep<FnDeepShared<4, 16384>> deep(s.deep);
-    if (live <= 64u)
-        run<8>(deep, s, linear, tile, row0, live);
-    else
-        run<16>(deep, s, linear, tile, row0, live);
+    bool loads = deep.loads();
+    for (u32 i = blockIdx.x; i < total; i += gridDim.x) {
+        u32 of_rows = i / n_tiles, tile = i - of_rows * n_tiles, row0 = FN_DEEP_ROWS * of_rows, j = 0;
+        for (u32 l = 1; l < n_linears; l++)
+            if (linears[l].first_warp <= tile) j = l;
+        u32 live = fn_min_u32(n_rows - row0, FN_DEEP_ROWS);
+        if (live <= 64u)
+            run<8>(deep, loads, s, linears[j], tile - linears[j].first_warp, row0, live);
+        else
+            run<16>(deep, loads, s, linears[j], tile - linears[j].first_warp, row0, live);
+    }
 }
