@@ -23,6 +23,7 @@ from flashnext_drv.drv.context import Context
 from flashnext_drv.drv.memory import copy_to_host
 from flashnext_drv.drv.stream import Stream
 from flashnext_drv.engine import engine as engine_module
+from flashnext_drv.engine.prefill import Prefill
 from flashnext_drv.engine.rank import plan
 from flashnext_drv.engine.sequence import Sampling, checked_ids
 from flashnext_drv.kernels import bind, catalog
@@ -30,8 +31,9 @@ from flashnext_drv.kernels.cubin import read_cubin
 from flashnext_drv.kernels.spec import F32
 from flashnext_drv.ledger import Ledger
 from flashnext_drv.model.config import ModelConfig
+from flashnext_drv.model.deep_layout import deep_layouts
 from flashnext_drv.model.header import read_header
-from flashnext_drv.model.layout import Layout, Limits
+from flashnext_drv.model.layout import DEEP_MODES, Layout, Limits
 from flashnext_drv.model.manifest import FileEntry, Manifest
 from flashnext_drv.model.ngram import ngram_info
 from flashnext_drv.model.pack import Pack
@@ -233,7 +235,8 @@ def _ids(rng: random.Random, bench: Bench) -> None:
 
 def _limits(rng: random.Random, bench: Bench) -> None:
     fields = {"context_tokens": 300, "sequences": 2, "rows": 4, "prompt_rows": 2, "device_bytes": 0,
-              "reserve_bytes": 1 << 20, "page_order": "forward", "graph": True}
+              "reserve_bytes": 1 << 20, "page_order": "forward", "graph": True, "chunk": 0,
+              "deep": rng.choice(DEEP_MODES), "deep_rows": 128}
     for _ in range(rng.choice((1, 2, 3))):
         field = rng.choice(list(fields))
         fields[field] = rng.choice((odd_value(rng), rng.randrange(-1, 5000), odd_text(rng)))
@@ -241,7 +244,14 @@ def _limits(rng: random.Random, bench: Bench) -> None:
     draws[rng.choice(list(draws))] = rng.choice((odd_value(rng), rng.random() * 3 - 1))
     if rng.random() < 0.4:
         Sampling(**draws)
+    how: dict[str, Any] = {"serial": False, "chunk": None, "deep_rows": 5, "deep": True, "progress": None,
+                           "cancel": None}
+    how[rng.choice(list(how))] = rng.choice((odd_value(rng), rng.randrange(-1, 20000), odd_text(rng)))
+    if rng.random() < 0.4:
+        Prefill(**how)
     layout = Layout(bench.config, Limits(**fields))  # type: ignore[arg-type]
+    sizes = [deep.size_bytes() for deep in deep_layouts(layout)]
+    assert sizes == sorted(sizes, reverse=True)
     pack = Pack.open(bench.pack)
     found = plan(layout, pack)
     assert sum(found.device.values()) > 0

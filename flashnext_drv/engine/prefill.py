@@ -135,6 +135,7 @@ class _Run:
         self.step = 1 if prefill.serial else limits.prompt_rows
         self.deep_rows = int(prefill.deep_rows or limits.deep_rows)
         self.wants_deep = prefill.deep and not prefill.serial and limits.deep != "off"
+        self.asked = False
 
     def run(self) -> None:
         while segment := list(self._segment()):
@@ -167,10 +168,12 @@ class _Run:
         if not self.wants_deep or n_rows < self.deep_rows:
             return False
         self._check_cancel()
-        deep = self.rank.want_deep()
-        if deep is None:
+        if not self.asked:  # once a prompt: a refusal holds for the rest of it
+            self.asked = True
+            self.rank.want_deep()
+        if self.rank.deep is None:
             self.counters.deep_refusals += 1
-        return deep is not None
+        return self.rank.deep is not None
 
     def _deep(self, segment: List[tuple[Prompt, int]]) -> None:
         """The segment through the deep pass, in one walk."""

@@ -93,7 +93,7 @@ class Limits:
                 rows=self.rows,
                 do="raise rows or lower prompt_rows",
             )
-        if self.deep not in DEEP_MODES:
+        if not isinstance(self.deep, str) or self.deep not in DEEP_MODES:
             raise UsageError("deep is not known", value=self.deep, do=f"use one of {', '.join(DEEP_MODES)}")
         if not isinstance(self.page_order, str) or not _PAGE_ORDER.fullmatch(self.page_order):
             raise UsageError(

@@ -207,6 +207,24 @@ def test_driver_error_in_a_chunk_spoils_its_sequences_only(engine: Engine, oracl
     assert engine.rank.slots.free_slots == 4
 
 
+def test_an_observer_that_raises_inside_a_chunk_spoils_its_sequence(engine: Engine, oracle: Any) -> None:
+    def fail(launch: Any) -> None:
+        if launch.name == "gdn_scan":
+            raise KeyboardInterrupt
+
+    engine.rank.observer = fail
+    try:
+        with engine.sequence() as sequence:
+            sequence.extend(IDS)
+            with pytest.raises(KeyboardInterrupt):
+                engine.prompt([sequence], prefill=deep())
+            assert sequence.failed == "KeyboardInterrupt" and sequence.n_done == 0
+    finally:
+        engine.rank.observer = None
+    reply = engine.generate(IDS, max_new_tokens=1, stop_ids=(), prefill=deep())
+    assert reply.tokens == oracle.tokens[:1]
+
+
 @pytest.mark.parametrize("only", ["cuMemcpyAsync", "cuEventRecord", "cuLaunchKernel", "cuEventSynchronize"])
 def test_a_failed_call_in_a_prompt_leaves_the_engine_usable(engine: Engine, oracle: Any, only: str) -> None:
     for n in (1, 2, 9):
@@ -334,10 +352,10 @@ def test_driver_refuses_the_buffers_at_a_request(
         assert "no prompt has asked for it" in opened.memory().table()
         assert opened.generate(IDS, max_new_tokens=1, prefill=Prefill(deep=False)).counters["deep_rows"] == 0
         for call, code in (("cuMemAlloc", 2), ("cuMemHostAlloc", 2), ("cuEventCreate", 1)):
-            with faults.fail_nth(1, code, only=call):
-                reply = opened.generate(IDS, max_new_tokens=1, stop_ids=(), prefill=deep())
+            with faults.fail_nth(1, code, only=call):  # a second try would succeed: there is none
+                reply = opened.generate(IDS, max_new_tokens=1, stop_ids=(), prefill=deep(chunk=40))
             assert reply.tokens == oracle.tokens[:1]
-            assert (reply.counters["deep_refusals"], reply.counters["batched_rows"]) == (1, 83)
+            assert (reply.counters["deep_refusals"], reply.counters["batched_rows"]) == (3, 83)
             assert f"{call}(" in opened.rank.deep_refused and f"{call}(" in opened.memory().table()
             assert "deep" not in opened.ledger.live("device")
         reply = opened.generate(IDS, max_new_tokens=N_NEW, stop_ids=(), prefill=deep())
