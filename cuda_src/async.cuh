@@ -18,7 +18,8 @@ FN_DEVICE void fn_cp_async(void* shared, const void* global) {
     if (BYTES == 16) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(global) : "memory");
     } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(global), "n"(BYTES) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(global), "n"(BYTES)
+                     : "memory");
     }
 }
 FN_DEVICE void fn_cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

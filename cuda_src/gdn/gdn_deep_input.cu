@@ -1,10 +1,10 @@
-// gdn_deep_input: all of the DeltaNet inputs that does not need the state, for many rows: convolution and silu,
-// unit q and k, decay and beta.
+// gdn_deep_input: what the DeltaNet recurrence needs of its inputs and not of the state, for many rows:
+// convolution and silu, unit q and k, decay and beta.
 // Contract    x (rows_cap, C) f32 with C = (2 n_k + n_v) 128, w (C, 4) f32 oldest tap first, a, b
 //             (rows_cap, n_v) f32, a_log, dt_bias (n_v) f32 -> qkv (rows_cap, C) f32: unit q heads times
-//             128^-1/2, unit k heads, v heads; gates (rows_cap, n_v, 2) f32: decay, beta.  The slot's tail, f16
-//             (3, C) oldest first at slot.recurrent + tail_offset, holds the three inputs before the run and is
-//             left as it is: gdn_scan renews it. Rows >= round.n_rows are not touched.
+//             128^-1/2, unit k heads, v heads; gates (rows_cap, n_v, 2) f32: decay, beta.  The slot's tail,
+//             f16 (3, C) oldest first at slot.recurrent + tail_offset, holds the three inputs before the run
+//             and is left as it is: gdn_scan renews it. Rows >= round.n_rows are not touched.
 // Launch      grid (2 n_k + n_v + 1, ceil(rows_cap / 32)), block 128, shared InputShared: a block is 32 rows
 //             of one head, the last block in x the gates of 32 rows.
 //               convolution  a channel a thread, down the rows, the last three inputs in registers
@@ -14,8 +14,8 @@
 //             kn = k * rsqrt(S(k, k) + 1e-6);  S of unit.cuh.  beta = sigmoid(b);
 //             decay = exp(-(exp(a_log) * softplus(a + dt_bias))).
 // Equality    a row's bytes do not depend on how its run is cut into launches.  gdn_deep_input and gdn_scan
-//             give the bytes of gdn_conv and gdn_step.  NaN and Inf of q or k stay in their head, of v in their
-//             channel, for four rows.
+//             give the bytes of gdn_conv and gdn_step.  NaN and Inf of q or k stay in their head, of v in
+//             their channel, for four rows.
 // Reference   ref/gdn.py causal_conv, DeltaNet.  Source: model.md section 4, steps 2 to 4.
 #include "gdn/unit.cuh"
 #include "tables.cuh"

@@ -1,21 +1,21 @@
 // gdn_scan: the DeltaNet recurrence over long runs, on what gdn_deep_input made of their inputs.
 // Contract    qkv (rows_cap, C) f32 with C = (2 n_k + n_v) 128: unit q heads times 128^-1/2, unit k heads, v
-//             heads; gates (rows_cap, n_v, 2) f32: decay, beta; x (rows_cap, C) f32, the convolution's inputs ->
-//             o (rows_cap, n_v 128) f32.  The slot's state, f32 (n_v, 128 value columns, 128 key rows) at
+//             heads; gates (rows_cap, n_v, 2) f32: decay, beta; x (rows_cap, C) f32, gdn_deep_input's input
+//             -> o (rows_cap, n_v 128) f32.  The slot's state, f32 (n_v, 128 value columns, 128 key rows) at
 //             slot.recurrent + state_offset, and its tail, f16 (3, C) oldest first at + tail_offset, move to
 //             the run's end.  n_v % n_k == 0.  Rows of runs >= round.n_runs are not touched.
 // Launch      grid (n_k ceil(8 n_v / (3 n_k)), rows_cap as runs), block 128, shared ScanShared.  Three warps
 //             have 16 value columns each, all of value heads that read one key head; the fourth copies.
 //               lane 4g + p of a warp   columns 2g and 2g + 1, key rows 16m + 4p + q (m 0..7, q 0..3), in
 //                                       registers over the whole run
-//               ring of 4 stages        8 tokens each: k and q of the key head, 48 v, 3 pairs of gates.  Stage
-//                                       i + 2 is asked for when stage i is ready; one barrier a stage
-//             A token's turn for a lane is 256 fp32 operations, so the four chains of its sums run side by
-//             side, and what no chain waits for lies where they do:
-//               turn t      update by delta(t-1), first half of o(t-1), decay, S(M, kn) of t
-//               exchange    second half of o(t-1) from the elements kept before their decay; loads for t + 1
-//             o(t-1) crosses the lanes in turn t + 1.
-// Arithmetic  order gdn_step_v1, steps 3:  M = decay * M;  delta = beta * (v - S(M, kn));
+//               ring of 4 stages        8 tokens each: k and q of the key head, 48 v, 3 pairs of gates.
+//                                       Stage i + 2 is asked for when stage i is ready; one barrier a stage
+//             A token is 256 fp32 operations of a lane, which is what bounds the pace: 16 columns a warp put
+//             one warp on a scheduler.  A column's token is a chain (sum of 32, 2 exchanges, delta, update),
+//             so the two columns go half a turn apart: one crosses the lanes while the other one works.
+//               turn t      second column: o of t - 1, sum of t, reading k of t + 1 and q of t as registers
+//                           come free;  first column: o of t, sum of t + 1
+// Arithmetic  order gdn_step_v1, step 3:  M = decay * M;  delta = beta * (v - S(M, kn));
 //             M = fma(kn, delta, M);  o = S(M, qn).  f16(x) for the tail.
 // Equality    gdn_deep_input and gdn_scan give the bytes of gdn_conv and gdn_step, state and tail included; a
 //             run of n rows gives the bytes of n runs of one row.  NaN and Inf of a head stay in it.
@@ -39,10 +39,10 @@ using fn_unit::times;
 
 // The two columns of a lane, each a half turn before the other.
 struct Lane {
-    float4 M[2][8], q[8];          // the state, decayed for the token under way; q of the token before
-    float sum[2], delta[2];        // the lane's part of S(M, kn); of the token that is taken in next
-    float out[2];                  // the lane's part of o
-    float decay, beta, v[2];       // of the token under way
+    float4 M[2][8], q[8];                // the state, decayed for the token under way; q of the token before
+    float sum[2], delta[2];              // the lane's part of S(M, kn); of the token that is taken in next
+    float out[2];                        // the lane's part of o
+    float decay, beta, v[2];             // of the token under way
     const float *token, *values, *gate;  // the lane's places in token 0: k and q, v, decay and beta
 };
 
@@ -63,12 +63,13 @@ FN_DEVICE float four(float v) {  // fn_warp_sum4, as two exchanges
     v = fn_add(v, fn_shfl_xor(v, 1u));
     return fn_add(v, fn_shfl_xor(v, 2u));
 }
-// The same for two columns with no more exchanges: even lanes get the first one's sum, odd lanes the second's.
+// The same for two columns with no more exchanges: even lanes get the first one's sum, odd lanes the other's.
 FN_DEVICE float four(const float (&out)[2], bool odd) {
     float mine = odd ? out[1] : out[0];
     mine = fn_add(mine, fn_shfl_xor(odd ? out[0] : out[1], 1u));
     return fn_add(mine, fn_shfl_xor(mine, 2u));
 }
+
 // Half a turn: column c takes in the token before by its delta, and goes on to the sum of token t.
 // was, k: of the token before, of t.
 template <u32 c>
@@ -99,8 +100,8 @@ FN_DEVICE void load_values(Lane& lane, u32 slot) {
 // A turn, from half to half: the second column's half of token t, then the first one's of t + 1.  was: k of
 // t - 1, at the end of t + 1;  k: of t.  never: false, and the compiler does not know: what might be another
 // value holds the second column back until the first one's sum is on its way.
-FN_DEVICE void turn(Lane& lane, float4 (&was)[8], const float4 (&k)[8], u32 t, bool odd, bool never, bool writes,
-                    float* to) {
+FN_DEVICE void turn(Lane& lane, float4 (&was)[8], const float4 (&k)[8], u32 t, bool odd, bool never,
+                    bool writes, float* to) {
     const float *now = lane.token + t % RING * TOKEN, *after = lane.token + (t + 1u) % RING * TOKEN;
     if (never) lane.delta[1] = lane.sum[0];
     lane.delta[0] = correction(lane, 0);
@@ -124,7 +125,7 @@ FN_DEVICE void turn(Lane& lane, float4 (&was)[8], const float4 (&k)[8], u32 t, b
 }
 
 // All warps but one: warp's 16 columns of the run's n rows.  state, o: the lane's place in them.
-FN_DEVICE void scan(const ScanShared& shared, u32 n, u32 warp, float* state, float* o, u32 stride) {
+FN_DEVICE void scan(const ScanShared& shared, u32 n, u32 warp, float* state, float* o, u64 stride) {
     u32 lane_id = threadIdx.x & 31u, p = lane_id & 3u;
     bool odd = (p & 1u) != 0, writes = p < 2u, never = n == 0;
     Lane lane;
@@ -159,11 +160,14 @@ FN_DEVICE void scan(const ScanShared& shared, u32 n, u32 warp, float* state, flo
     if (n > 1u) {
         half<0>(lane, k, next);
         u32 t = 1;
-        for (; t + 2u < n; t += 2u) {
+        bool more = t + 2u < n;
+        while (more) {
+            more = t + 4u < n;
             if ((t + 1u) % TOKENS == 0) __syncthreads();  // the stage of t + 1 is ready
             turn(lane, k, next, t, odd, never, writes, o);
             turn(lane, next, k, t + 1u, odd, never, writes, o + stride);
-            o += 2u * stride;
+            o += stride + stride;
+            t += 2u;
         }
         if (t + 1u < n) {
             if ((t + 1u) % TOKENS == 0) __syncthreads();
@@ -227,19 +231,20 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnSlot* slots, const f
     FnRun run = fn_ld(runs + blockIdx.y);  // together with n_runs; any bytes beyond it
     if (blockIdx.y >= n_runs) return;
     u32 n = run.n_rows, channels = (2u * n_k + n_v) * 128u, group = n_v / n_k;
-    u32 blocks = (8u * group + WARPS - 1u) / WARPS, key_head = blockIdx.x / blocks, first_head = key_head * group;
+    u32 blocks = (8u * group + WARPS - 1u) / WARPS;
+    u32 key_head = blockIdx.x / blocks, first_head = key_head * group;
     u32 unit = blockIdx.x % blocks * WARPS, units = fn_min_u32(WARPS, 8u * group - unit);  // of 16 columns
     u64 recurrent = fn_ld(&slots[run.slot].recurrent);
     // Warps of one number share a scheduler: the copying one changes with the run.  The exchange tells the
-    // compiler that a warp's lanes agree: without it every exchange in scan would end a block of its schedule.
+    // compiler that a warp's lanes agree: without it every exchange in scan ends a block of its schedule.
     u32 role = fn_shfl((threadIdx.x >> 5) + blockIdx.y, 0u) & 3u, stages = (n + TOKENS - 1u) / TOKENS;
 
     if (role < units) {
         u32 head = first_head + ((unit + role) >> 3), lane = threadIdx.x & 31u;
         u32 column = ((unit + role) & 7u) * 16u + (lane >> 2 << 1), p = lane & 3u;
         float* state = reinterpret_cast<float*>(recurrent + state_offset) + (head * 128u + column) * 128u;
-        scan(shared, n, role, state + 4u * p, o + ((u64)run.first_row * n_v + head) * 128u + column + (p & 1u),
-             n_v * 128u);
+        float* to = o + ((u64)run.first_row * n_v + head) * 128u + column + (p & 1u);
+        scan(shared, n, role, state + 4u * p, to, n_v * 128u);
     } else if (role < WARPS) {
         for (u32 i = 0; i < stages; i++) __syncthreads();
     } else {

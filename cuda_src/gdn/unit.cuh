@@ -1,5 +1,5 @@
-// unit.cuh: unit vectors of the DeltaNet heads as four lanes hold them (order gdn_step_v1): lane p of the four
-// has elements 16m + 4p + q (m 0..7, q 0..3) of a head's 128.
+// unit.cuh: vectors of the DeltaNet heads as four lanes hold them (order gdn_step_v1): lane p of the four has
+// elements 16m + 4p + q (m 0..7, q 0..3) of a head's 128.
 #pragma once
 #include "warp.cuh"
 

@@ -1,5 +1,5 @@
-// async.cpp: copies that complete at their wait.  Owns what each fiber of the running block has issued and not
-// yet waited for.  Called from kernel text (async.h); the executor forgets what a block left behind.
+// async.cpp: copies that complete at their wait.  Owns what each fiber of the running block has issued and
+// not yet waited for.  Called from kernel text (async.h); the executor forgets what a block left behind.
 //
 // What must stay true: with seed 0 every copy happens at its wait, the latest moment; with another seed some
 // happen when they are issued, the earliest.

@@ -100,7 +100,8 @@ def test_gate_row_alone_gives_the_bytes_it_gives_among_others(
 
 @pytest.mark.parametrize(
     ("kernel", "name"),
-    [("gdn_conv", "mixed_runs"), ("gdn_step", "mixed_runs"), ("gdn_gate_input", "silu")],
+    [("gdn_conv", "mixed_runs"), ("gdn_step", "mixed_runs"), ("gdn_gate_input", "silu"),
+     ("gdn_deep_input", "mixed_runs"), ("gdn_scan", "ring")],
 )
 def test_order_of_lanes_warps_and_blocks_does_not_matter(
     device: contract.CheckDevice, kernel: str, name: str
