@@ -61,6 +61,39 @@ def test_text_output_has_the_same_tokens(device: str) -> None:
     assert "weights" in done.stdout and "unexplained" in done.stdout
 
 
+def test_ways_of_running_a_prompt_print_the_same_tokens(device: str) -> None:
+    ids = ("--ids", ",".join(str(37 * i % 512) for i in range(40)), "--max-new", "2", "--no-stop")
+    ways = {
+        ("--serial",): (0, 0, 40), ("--no-deep", "--chunk", "9"): (0, 40, 0),
+        ("--deep-rows", "4"): (40, 0, 0), ("--deep-rows", "4", "--chunk", "19"): (38, 2, 0)}
+    found = {way: generate(device, *ids, *way) for way in ways}
+    for way, rows in ways.items():
+        counters = found[way]["counters"]
+        assert tuple(counters[f"{path}_rows"] for path in ("deep", "batched", "serial")) == rows, way
+    assert len({each["sha256"] for each in found.values()}) == 1
+    assert found[("--deep-rows", "4")]["memory"]["deep"]["rows"] == 128
+    done = command(device, "generate", PACK, *ids, "--deep-rows", "4", "--chunk", "19")
+    assert "paths    38 deep, 2 batched, 0 serial rows; 2 deep chunks of up to 19" in done.stdout
+    assert "deep pass: 128 rows a chunk; largest spans" in done.stdout and "no deep" not in done.stdout
+    done = command(device, "generate", PACK, *ids, "--no-deep")
+    assert "no deep  Limits.deep is off" in done.stdout
+
+
+def test_logits_do_not_depend_on_the_way(device: str, tmp_path: Path) -> None:
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps([37 * i % 512 for i in range(40)]))
+    hashes = set()
+    for i, way in enumerate((("--serial",), ("--no-deep",), ("--deep-rows", "4", "--chunk", "30"))):
+        done = command(device, "logits", PACK, "--ids-file", str(ids), "--out", str(tmp_path / f"{i}.npz"),
+                       "--rows", "3:5,20:40", "--json", *way)
+        assert done.returncode == report.GOOD, done.stderr
+        found = json.loads(done.stdout)
+        hashes.add(found["sha256"])
+        assert sum(found["counters"][f"{path}_rows"] for path in ("deep", "batched", "serial")) == 40
+        assert found["counters"]["deep_rows"] == (40 if i == 2 else 0) and found["tokens_per_s"] > 0
+    assert len(hashes) == 1
+
+
 def test_draws_repeat_by_seed_and_stop_where_told(device: str) -> None:
     draws = ("--ids", "9 8 7", "--max-new", "8", "--no-stop", "--temperature", "2", "--top-k", "100",
              "--top-p", "0.99", "--min-p", "0.001")

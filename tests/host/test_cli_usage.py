@@ -58,7 +58,10 @@ def test_bad_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureFixtur
     (["generate", "p", "--ids", "1", "--max-new", "1", "--top-p", "1.5"], "top_p is outside its range"),
     (["generate", "p", "--ids", "1", "--max-new", "1", "--temperature", "nan"], "temperature is outside"),
     (["generate", "p", "--ids", "1", "--max-new", "1", "--seed", "-1"], "seed is outside its range"),
-    (["generate", "p", "--ids", "1", "--max-new", "1", "--prompt-rows", "17"], "outside its range")])
+    (["generate", "p", "--ids", "1", "--max-new", "1", "--prompt-rows", "17"], "outside its range"),
+    (["generate", "p", "--ids", "1", "--max-new", "1", "--chunk", "0"], "outside its range (value=0"),
+    (["generate", "p", "--ids", "1", "--max-new", "1", "--chunk", "16385"], "range=1..16384"),
+    (["generate", "p", "--ids", "1", "--max-new", "1", "--deep-rows", "0"], "deep_rows is outside")])
 def test_bad_values_exit_with_2_and_one_line(argv: list[str], message: str,
                                              capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == report.USAGE
