@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashnext_drv.engine.engine import Engine, Limits
+from flashnext_drv.engine.engine import Engine, Limits, Prefill
 from flashnext_drv.model.synth import SynthPack
 from flashnext_drv.model.synth_models import MODELS
 from flashnext_drv.ref.choices import compare_choices, median_error
@@ -62,6 +62,7 @@ def test_logits_choices_and_launch_widths(
     tmp_path: Path,
     device: str,
     traced: Callable[..., Any],
+    prompt_run: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     shape: str,
     mixed: bool,
@@ -79,6 +80,11 @@ def test_logits_choices_and_launch_widths(
     report = compare_choices(want, ours)
     assert report.ok, str(report)
     assert median_error(ours.logits, want.logits) < 0.001 * np.abs(want.logits).max()
-    limits = Limits(context_tokens=64, rows=16, prompt_rows=16)
+    limits = Limits(context_tokens=96, rows=16, prompt_rows=16, deep_rows=2)
     with Engine.open(tmp_path / "pack", limits, device=device) as engine:
-        assert engine.logits(ids).tobytes() == ours.logits.tobytes()
+        assert engine.logits(ids, prefill=Prefill(deep=False)).tobytes() == ours.logits.tobytes()
+        longer = [(29 * i + 3) % pack.config.vocab for i in range(75)]
+        expected = prompt_run(engine, longer, Prefill(deep=False))
+        for chunk in (None, 34):
+            assert not expected.differs(prompt_run(engine, longer, Prefill(chunk=chunk)))
+        assert engine.prompts.deep_rows == 2 * len(longer)
