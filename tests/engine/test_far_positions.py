@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flashnext_drv.drv.memory import copy_to_device
-from flashnext_drv.engine.engine import Engine, Limits
+from flashnext_drv.engine.engine import Engine, Limits, Prefill
 from flashnext_drv.engine.round import Window, run_round
 from flashnext_drv.engine.sequence import Sequence
 from flashnext_drv.kernels.tables import PAGE_TOKENS
@@ -94,3 +94,25 @@ def test_far_rows_are_within_the_micro_median(
         # same rounding points on both sides: what is left is the order of sums
         worst = np.abs(np.concatenate(rows) - expected).max(axis=1)
         assert np.median(worst) <= 0.00075, worst
+
+
+def test_far_rows_by_the_deep_pass_have_the_same_bytes(far_pack: Path, device: str) -> None:
+    """Five rows over a page's border near the last position, after a state that no prompt made."""
+    position = 262_077
+    dims = Dims.from_config(json.loads((far_pack / "config.json").read_text()))
+    arrays = synthetic_state(dims, position, seed=4)
+    ids = [(i * 91 + 13) % dims.vocab for i in range(5)]
+    limits = Limits(context_tokens=CONTEXT, rows=16, prompt_rows=16, page_order="shuffled:9", chunk=16,
+                    deep_rows=2)
+    found = []
+    with Engine.open(far_pack, limits, device=device) as engine:
+        for deep in (False, True):
+            with engine.sequence() as sequence:
+                load_state(engine, sequence, arrays, position)
+                sequence.extend(ids)
+                drawn = engine.prompt([sequence], draw=True, prefill=Prefill(deep=deep))
+                state = engine.export_state(sequence)
+                found.append((drawn, {name: value.tobytes() for name, value in state.items()}))
+        assert engine.prompts.deep_rows == engine.prompts.batched_rows == len(ids)
+    assert found[0][0] == found[1][0]
+    assert [name for name, value in found[0][1].items() if found[1][1][name] != value] == []
