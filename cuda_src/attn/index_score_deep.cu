@@ -24,8 +24,10 @@ struct Shared {
 
 FN_DEVICE float relu(float x) { return x > 0.f || x != x ? x : 0.f; }
 
-FN_DEVICE uint2 load8(u64 at, u32 step, bool live) {
-    return live ? fn_ldg(reinterpret_cast<const uint2*>(at) + 4u * step) : make_uint2(0u, 0u);
+// Word i of the lane's two in a k step.  Not 8 bytes at a time: the mma wants words of two keys in turn, and would get
+// copies in the inner loop.
+FN_DEVICE u32 load4(u64 at, u32 step, u32 i, bool live) {
+    return live ? fn_ldg(reinterpret_cast<const u32*>(at) + 8u * step + i) : 0u;
 }
 
 // Queries of `n` rows from `from` on: 16 bytes are half a k step of a head, the words of two lanes.
@@ -46,15 +48,18 @@ FN_DEVICE void score_run(const Shared& sh, const FnPage* pages, u64 index_offset
     bool odd = (t & 1u) != 0u;
     u32 groups = (seen + FN_PAGE_BLOCKS - 1u) / FN_PAGE_BLOCKS;
     for (u32 page = FN_PAGES * warp; page < groups; page += FN_PAGES * warps) {
-        uint2 low[FN_PAGES][8], high[FN_PAGES][8];
+        u32 a[FN_PAGES][8][4];
 #pragma unroll
         for (u32 m = 0; m < FN_PAGES; m++) {
             u32 block = (page + m) * FN_PAGE_BLOCKS + g;
             u64 key = page + m < groups ? fn_pooled_at(pages, index_offset, block) + 8u * t : 0u;
 #pragma unroll
             for (u32 s = 0; s < 8; s++) {
-                low[m][s] = load8(key, s, block < seen);
-                high[m][s] = load8(key + 8u * FN_INDEX_HEAD * 2u, s, block + 8u < seen);
+#pragma unroll
+                for (u32 i = 0; i < 2; i++) {
+                    a[m][s][2u * i] = load4(key, s, i, block < seen);
+                    a[m][s][2u * i + 1u] = load4(key + 8u * FN_INDEX_HEAD * 2u, s, i, block + 8u < seen);
+                }
             }
         }
         u32 block = page * FN_PAGE_BLOCKS + g + (odd ? 8u : 0u);
@@ -70,10 +75,7 @@ FN_DEVICE void score_run(const Shared& sh, const FnPage* pages, u64 index_offset
                 uint2 w = sh.query[n][s][lane];
                 u32 b[2] = {w.x, w.y};
 #pragma unroll
-                for (u32 m = 0; m < FN_PAGES; m++) {
-                    u32 a[4] = {low[m][s].x, high[m][s].x, low[m][s].y, high[m][s].y};
-                    fn_mma_f16(d[m], a, b);
-                }
+                for (u32 m = 0; m < FN_PAGES; m++) fn_mma_f16(d[m], a[m][s], b);
             }
             u32 row = 2u * n + (t >> 1);  // columns 2t, 2t + 1: heads 0, 1 (t even) or 2, 3 of the row
             u32 limit = row >= first && row < last ? sh.seen[row] : 0u;

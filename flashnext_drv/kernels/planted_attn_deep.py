@@ -49,8 +49,8 @@ INDEX_SCORE_DEEP: Final = (
         "seven_steps",
         "leaf",
         _SCORE,
-        "                    fn_mma_f16(d[m], a, b);",
-        "                    if (s != 7u) fn_mma_f16(d[m], a, b);",
+        "fn_mma_f16(d[m], a[m][s], b);",
+        "if (s != 7u) fn_mma_f16(d[m], a[m][s], b);",
     ),
     _one("last_block", "tail", _SCORE, "if (at < limit) out", "if (at + 1u < limit) out"),
     _one(
