@@ -251,6 +251,30 @@ def test_plan_and_ledger_of_the_deep_buffers(engine: Engine) -> None:
     assert "deep pass: 256 rows a chunk" in report.table()
 
 
+def test_pages_in_any_order_and_a_used_slot(
+    micro: Path, device: str, engine: Engine, oracle: Any, prompt_run: Callable[..., Any]
+) -> None:
+    limits = Limits(**{**vars(engine.limits), "page_order": "shuffled:5", "graph": False})
+    with Engine.open(micro, limits, device=device) as opened, opened.sequence() as other:
+        other.extend(LONG[:70])
+        opened.prompt([other], prefill=deep())
+        assert not oracle.differs(prompt_run(opened, IDS, deep(chunk=50), n_new=N_NEW))
+        assert not oracle.differs(prompt_run(opened, IDS, deep(), n_new=N_NEW))
+
+
+def test_the_deep_pass_holds_what_it_uses(engine: Engine) -> None:
+    rank = engine.rank
+    made = rank.deep
+    assert made is not None
+    for owner in (rank.ctx, rank.kernels, rank.tables, rank.pages, rank.slots, rank._work, rank.weights,
+                  rank.experts):
+        assert owner in made.holds and "deep" in owner.borrowers(), owner
+    assert {"deep", "deep.staging", "deep.half0", "deep.buffers"} <= set(rank.ctx.borrowers())
+    with pytest.raises(UsageError, match="used by .*deep"):
+        rank.experts.close()
+    assert not rank.experts.closed
+
+
 def test_shared_spans_never_overlap_within_a_side(engine: Engine) -> None:
     assert engine.rank.deep is not None
     layout = engine.rank.deep.layout

@@ -71,3 +71,19 @@ def test_whole_sweep(bench: sweep.Bench, case_seed: int, code: int, forever: boo
     outcomes = sweep.run(bench, some, case_seed)
     print(f"\n{len(some)} of {len(bench.names)} calls\n{sweep.table(outcomes)}", flush=True)
     assert sum(outcomes.values()) == len(some) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deep", ["open", "request"])
+@pytest.mark.parametrize("code", sweep.CODES)
+def test_whole_sweep_from_the_deep_pass_on(
+    device_name: str, monkeypatch: pytest.MonkeyPatch, case_seed: int, code: int, deep: str
+) -> None:
+    """Its making, the empty rounds, the prompt and the close; what comes before is the sweep above."""
+    if device_name != "sim":
+        pytest.skip("the sweep needs the simulator's counters")
+    bench = sweep.Bench(monkeypatch, deep)
+    some = [f for f in bench.faults() if f.n >= bench.making.start and f.code == code and not f.forever]
+    outcomes = sweep.run(bench, some, case_seed)
+    print(f"\n{len(some)} of {len(bench.names)} calls\n{sweep.table(outcomes)}", flush=True)
+    assert sum(outcomes.values()) == len(some) > 0
