@@ -4,10 +4,10 @@
 //             width_cap): channels below line.width of the tiles' rows.  hidden, line.width, width_cap,
 //             pairs_cap % 128 == 0.  Other positions are not written; of x they are read at most up to
 //             the next multiple of 64 and meet nothing.
-// Launch      grid (width_cap / 128, tiles_cap), block 384, shared DeepGuShared; blocks beyond n_tiles or
-//             the line's width return.  Block: 128 channels of a tile.  Elsewhere than on sm_90a, where
-//             shared memory is small, it takes 64 rows at a time, and the finished gate lies in the other
-//             half of the tile.
+// Launch      any grid, block 384, shared DeepGuShared: blocks stride over the n_tiles * width_cap / 128
+//             pieces of 128 channels of a tile; what the next piece needs is loaded while one is finished.
+//             Elsewhere than on sm_90a, where shared memory is small, a piece is done 64 rows at a time, and
+//             the finished gate lies in the other half of the tile.
 // Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, line.width, 1) segments;  gate, up:
 //             part_sum_v1, Hadamard, * svh;  h = silu(gate) * up;  operand of down: h * suh, Hadamard,
 //             f16 once.
@@ -35,15 +35,33 @@ FN_DEVICE float* gate_row(DeepGuShared& s, u32 row) {
 #endif
 }
 
-// What a block works on: 128 channels from `channel` on, rows first .. first + live - 1 of the sorted order.
+// The i-th piece of the launch: 128 channels from `channel` on, rows first .. first + live - 1 of the sorted
+// order.  On lines that are narrower there is nothing to do.
 struct Piece {
+    const FnLine* line;
     u32 channel, first, live;
+
+    FN_DEVICE Piece(u32 i, u32 width_cap, const FnTile* tiles, const FnLine* lines) {
+        u32 per_tile = width_cap / 128u, i_tile = i / per_tile;
+        FnTile tile = fn_ldg(tiles + i_tile);
+        line = lines + tile.expert;
+        channel = 128u * (i - i_tile * per_tile);
+        first = tile.first;
+        live = channel < line->width ? tile.n_rows : 0u;
+    }
+    FN_DEVICE FnDeepWeights weights(const FnWeight& w, u32 hidden) const {
+        u32 width = line->width, segments = fn_dot_segments(hidden, width, 1);
+        return {w, hidden, width, channel / 16u, 2u, width / 16u, 1u, segments};
+    }
+    FN_DEVICE FnDeepRows rows(const u16* x, u32 hidden) const {
+        return {x + (u64)first * hidden, hidden / 64u, live};
+    }
 };
 
 // The finished gate, for the lanes that read it again in `activate`.
-FN_DEVICE void finish_gate(DeepGuShared& s, const FnLine& line, const Piece& piece) {
+FN_DEVICE void finish_gate(DeepGuShared& s, const Piece& piece) {
     float scale[16];
-    fn_rows4_load_h(reinterpret_cast<const u16*>(line.gate.svh) + piece.channel, scale);
+    fn_rows4_load_h(reinterpret_cast<const u16*>(piece.line->gate.svh) + piece.channel, scale);
 #pragma unroll 1
     for (u32 r = 4u * (threadIdx.x >> 5); r < piece.live; r += 4u * FN_DEEP_WARPS) {
         u32 row = r + fn_rows4_row();
@@ -56,10 +74,10 @@ FN_DEVICE void finish_gate(DeepGuShared& s, const FnLine& line, const Piece& pie
     }
 }
 
-FN_DEVICE void activate(DeepGuShared& s, const FnLine& line, const Piece& piece, u16* h, u32 k_blocks) {
+FN_DEVICE void activate(DeepGuShared& s, const Piece& piece, u16* h, u32 k_blocks) {
     float up_out[16], down_in[16];
-    fn_rows4_load_h(reinterpret_cast<const u16*>(line.up.svh) + piece.channel, up_out);
-    fn_rows4_load_h(reinterpret_cast<const u16*>(line.down.suh) + piece.channel, down_in);
+    fn_rows4_load_h(reinterpret_cast<const u16*>(piece.line->up.svh) + piece.channel, up_out);
+    fn_rows4_load_h(reinterpret_cast<const u16*>(piece.line->down.suh) + piece.channel, down_in);
 #pragma unroll 1
     for (u32 r = 4u * (threadIdx.x >> 5); r < piece.live; r += 4u * FN_DEEP_WARPS) {
         u32 row = r + fn_rows4_row();
@@ -78,26 +96,22 @@ FN_DEVICE void activate(DeepGuShared& s, const FnLine& line, const Piece& piece,
 }
 
 template <u32 ROW_TILES>
-FN_DEVICE void run(Deep& deep, DeepGuShared& s, const FnLine& line, const Piece& piece, const u16* x,
-                   const u16* x_up, u16* h, u32 hidden, u32 width_cap) {
-    u32 k_blocks = hidden / 64u, width = line.width, segments = fn_dot_segments(hidden, width, 1);
-    FnDeepWeights gate = {line.gate, hidden, width, piece.channel / 16u, 2u, width / 16u, 1u, segments};
-    FnDeepWeights up = {line.up, hidden, width, piece.channel / 16u, 2u, width / 16u, 1u, segments};
-    u64 at = (u64)piece.first * k_blocks * 64u;
-    FnDeepRows gate_rows = {x + at, k_blocks, piece.live}, up_rows = {x_up + at, k_blocks, piece.live};
-    if (deep.loads()) {
-        deep.template load<ROW_TILES>(gate, gate_rows);
-        deep.template load<ROW_TILES>(up, up_rows);
-        return;
-    }
+FN_DEVICE void run(Deep& deep, DeepGuShared& s, const Piece& piece, const u16* x, const u16* x_up, u16* h,
+                   u32 hidden, u32 width_cap) {
     float sum[ROW_TILES][4];
-    deep.dot(gate, gate_rows, sum);
-    deep.spill(sum);
-    if (threadIdx.x < 32u * FN_DEEP_WARPS) finish_gate(s, line, piece);
-    deep.dot(up, up_rows, sum);
-    deep.meet();
-    deep.spill(sum);
-    if (threadIdx.x < 32u * FN_DEEP_WARPS) activate(s, line, piece, h, width_cap / 64u);
+#pragma unroll 1
+    for (u32 up = 0; up < 2u; up++) {  // one text for both products
+        const FnWeight& w = up ? piece.line->up : piece.line->gate;
+        deep.dot(piece.weights(w, hidden), piece.rows(up ? x_up : x, hidden), sum);
+        deep.spill(sum);
+        if (threadIdx.x < 32u * FN_DEEP_WARPS) {
+            if (up)
+                activate(s, piece, h, width_cap / 64u);
+            else
+                finish_gate(s, piece);
+        }
+        deep.meet();
+    }
 }
 }  // namespace FN_NAMESPACE
 
@@ -105,24 +119,37 @@ FN_KERNEL((const FnRound* round, const FnTile* tiles, const u32* n_tiles, const 
            u16* h, u32 hidden, u32 width_cap, u32 pairs_cap)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(DeepGuShared, s);
-    if (fn_ld(&round->n_rows) == 0 || blockIdx.y >= fn_ld(n_tiles)) return;
-    FnTile tile = fn_ldg(tiles + blockIdx.y);
-    const FnLine& line = lines[tile.expert];
-    Piece piece = {128u * blockIdx.x, tile.first, tile.n_rows};
-    if (piece.channel >= line.width) return;
+    u32 total = fn_ld(n_tiles) * (width_cap / 128u), stride = gridDim.x * gridDim.y;
+    u32 first = blockIdx.x + gridDim.x * blockIdx.y;
+    if (fn_ld(&round->n_rows) == 0 || first >= total) return;
     const u16* x_up = x + (u64)pairs_cap * hidden;
     Deep deep(s.deep);
-#ifdef FN_HOPPER
-    if (piece.live <= 64u)
-        run<8>(deep, s, line, piece, x, x_up, h, hidden, width_cap);
-    else
-        run<16>(deep, s, line, piece, x, x_up, h, hidden, width_cap);
-#else
-#pragma unroll 1
-    for (u32 done = 0; done < tile.n_rows; done += 64u) {
-        piece.first = tile.first + done;
-        piece.live = fn_min_u32(tile.n_rows - done, 64u);
-        run<8>(deep, s, line, piece, x, x_up, h, hidden, width_cap);
+    if (deep.loads()) {
+        deep.begin_loads();
+        for (u32 i = first; i < total; i += stride) {
+            Piece piece(i, width_cap, tiles, lines);
+            if (!piece.live) continue;
+            deep.load(piece.live, piece.weights(piece.line->gate, hidden), piece.rows(x, hidden));
+            deep.load(piece.live, piece.weights(piece.line->up, hidden), piece.rows(x_up, hidden));
+        }
+        return;
     }
+    deep.begin_dots();
+    for (u32 i = first; i < total; i += stride) {
+        Piece piece(i, width_cap, tiles, lines);
+#ifdef FN_HOPPER
+        if (!piece.live) continue;
+        if (piece.live <= 64u)
+            run<8>(deep, s, piece, x, x_up, h, hidden, width_cap);
+        else
+            run<16>(deep, s, piece, x, x_up, h, hidden, width_cap);
+#else
+        u32 end = piece.first + piece.live;
+#pragma unroll 1
+        for (; piece.first < end; piece.first += 64u) {
+            piece.live = fn_min_u32(end - piece.first, 64u);
+            run<8>(deep, s, piece, x, x_up, h, hidden, width_cap);
+        }
 #endif
+    }
 }

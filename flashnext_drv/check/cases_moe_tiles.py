@@ -224,7 +224,7 @@ def down(case: Case, seed: int) -> Operands:
             "routes": layer.routes,
         },
         scalars={"hidden": x.hidden, "width_cap": x.width_cap, "n_slots": layer.n_slots},
-        grid=(-(-x.hidden // 512), len(layer.plan.tiles) + 2, 1),
+        grid=(x.hidden // 128, len(layer.plan.tiles) + 2, 1),
         relocations=x.relocations,
         outputs=("v",),
         expect=expect,
