@@ -69,7 +69,7 @@ class DeepPass(Owner):
 
     def steps(self, rows: int) -> list[Step]:
         """The walk of a chunk for grids of `rows` rows as plain data, in the order of `launches`."""
-        return deep_steps(self.layout, rows, *self._forms)
+        return deep_steps(self.layout, rows, self._ctx.facts.n_sms, *self._forms)
 
     def launches(self, rows: int) -> list[Launch]:
         """The launches of a chunk; rows: one of layout.buckets().  Bound once."""

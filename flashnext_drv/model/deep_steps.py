@@ -23,19 +23,22 @@ from .steps import Step, Value
 __all__ = ["deep_steps"]
 
 
-def deep_steps(deep: DeepLayout, rows: int, embed_bf16: bool, ngram_bits: Mapping[int, int]) -> list[Step]:
+def deep_steps(
+    deep: DeepLayout, rows: int, n_sms: int, embed_bf16: bool, ngram_bits: Mapping[int, int]
+) -> list[Step]:
     """Everything from token ids to the streams after the last layer.
 
-    rows: of the grids, one of deep.buckets().  embed_bf16, ngram_bits: as steps.body_steps.
+    rows: of the grids, one of deep.buckets().  n_sms: of the device: kernels whose blocks stride over their
+    tiles get one block each.  embed_bf16, ngram_bits: as steps.body_steps.
     """
-    return list(_Walk(deep, rows).steps(embed_bf16, ngram_bits))
+    return list(_Walk(deep, rows, n_sms).steps(embed_bf16, ngram_bits))
 
 
 class _Walk:
     """One bucket's steps."""
 
-    def __init__(self, deep: DeepLayout, rows: int) -> None:
-        self.deep, self.rows = deep, rows
+    def __init__(self, deep: DeepLayout, rows: int, n_sms: int) -> None:
+        self.deep, self.rows, self.n_sms = deep, rows, n_sms
         self.layout, self.c = deep.layout, deep.layout.config
         self.blocks = rows // ROW_STEP
         self.runs = min(rows, deep.runs_cap)
@@ -80,6 +83,10 @@ class _Walk:
             yield from self._moe(i_layer)
             pending = True
 
+    def _strided(self, n_tiles: int) -> tuple[int]:
+        """Grid of a kernel whose blocks stride over n_tiles."""
+        return (min(n_tiles, self.n_sms),)
+
     def _add(self) -> dict[str, Value]:
         return {"streams": "d_streams", "y": "d_y", "inject": "d_inject", "hidden": self.c.hidden}
 
@@ -115,7 +122,7 @@ class _Walk:
         )
         yield Step(
             "deep_site_up",
-            (c.hidden // 32, self.blocks),
+            self._strided(c.hidden // 32 * self.blocks),
             {
                 "linear": f"{name}.up.deep",
                 "streams": "d_streams",
@@ -132,7 +139,7 @@ class _Walk:
         members = self.layout.groups[group].members
         return Step(
             "deep_linear",
-            (sum(deep_tiles(m.n) for m in members), self.blocks),
+            self._strided(sum(deep_tiles(m.n) for m in members) * self.blocks),
             {"linears": f"{group}.deep", "n_linears": len(members)},
             group,
         )
