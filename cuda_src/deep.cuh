@@ -11,8 +11,11 @@
 // Use, by all threads of the block:
 //   FN_SHARED(Kernel's struct with an FnDeepShared, s);
 //   FnDeep<...> deep(s.deep);
-//   if (deep.loads()) { deep.load<ROW_TILES>(weights, rows); return; }     the same dots in the same order
-//   float sum[ROW_TILES][4];
+//   if (deep.loads()) {
+//       deep.begin_loads();  for all dots, in order: deep.load(n, weights, rows), n > 64 for ROW_TILES 16;  return;
+//   }
+//   deep.begin_dots();
+//   float sum[ROW_TILES][4];     8 or 16
 //   deep.dot(weights, rows, sum);  deep.spill(sum);  read s.deep.tile, as warps below FN_DEEP_WARPS;  deep.meet();
 // After dot, sum[j][i] of a computing warp is output 16 warp + lane / 4 + 8 (i >> 1) of the tile and row
 // 8 j + 2 (lane & 3) + (i & 1); after spill, tile[row][output] holds it.  meet: before the next spill.
@@ -25,6 +28,9 @@
 #define FN_DEEP_THREADS 384u
 #define FN_DEEP_WARPS 8u       // that compute
 #define FN_DEEP_LOADERS 4u     // warps that load
+#define FN_DEEP_ALL 0u         // kinds of weights
+#define FN_DEEP_PLAIN 1u
+#define FN_DEEP_EXL3 2u
 #define FN_DEEP_ROWS 128u      // of a whole tile
 #define FN_DEEP_PITCH 132u     // floats between rows of the finished tile: stores and loads spread over the banks
 
@@ -59,7 +65,7 @@ template <u32 STAGES, u32 WEIGHT_BYTES> struct FnDeepShared {
 
 template <u32 W2, u32 CODEBOOK>
 FN_DEVICE void fn_deep_decode(const u8* tile, u32 stride, u32 n_steps, u32 (&a)[4][4]) {
-    FnRing<W2> ring(threadIdx.x & 31u);
+    FnRing<W2> ring(fn_thread_here() & 31u);
 #pragma unroll
     for (u32 s = 0; s < 4; s++) {
         if (s >= n_steps) return;
@@ -79,13 +85,14 @@ FN_DEVICE void fn_deep_plain(bool known, const u8* at, u32 stride, u32 n_steps, 
     for (u32 s = 0; s < 4; s++) {
         if (s >= n_steps) return;
         uint4 w = make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);
-        if (known) w = fn_ld(reinterpret_cast<const uint4*>(at + s * stride) + (threadIdx.x & 31u));
+        if (known) w = fn_ld(reinterpret_cast<const uint4*>(at + s * stride) + (fn_thread_here() & 31u));
         a[s][0] = w.x, a[s][1] = w.y, a[s][2] = w.z, a[s][3] = w.w;
     }
 }
 
 // The mma operands of up to four k steps of one warp's 16 outputs.  at: its words at the first step; stride: bytes
 // to the next step's.
+template <u32 KIND>
 FN_DEVICE void fn_deep_operand(u32 format, const u8* at, u32 stride, u32 n_steps, u32 (&a)[4][4]) {
 #define FN_TRELLIS(w2, codebook)                                  \
     case FN_FORMAT_EXL3 | w2 << 8 | codebook << 16:               \
@@ -94,13 +101,15 @@ FN_DEVICE void fn_deep_operand(u32 format, const u8* at, u32 stride, u32 n_steps
 #define FN_WIDTHS(codebook)                                                                         \
     FN_TRELLIS(2, codebook) FN_TRELLIS(4, codebook) FN_TRELLIS(6, codebook) FN_TRELLIS(8, codebook) \
     FN_TRELLIS(10, codebook) FN_TRELLIS(12, codebook) FN_TRELLIS(14, codebook) FN_TRELLIS(16, codebook)
-    switch (format) {
-        FN_WIDTHS(0)
-        FN_WIDTHS(1)
-        FN_WIDTHS(2)
-        FN_TRELLIS(3, 2)
-        FN_TRELLIS(5, 2)
-        FN_TRELLIS(7, 2)
+    if constexpr (KIND != FN_DEEP_PLAIN) {
+        switch (format) {
+            FN_WIDTHS(0)
+            FN_WIDTHS(1)
+            FN_WIDTHS(2)
+            FN_TRELLIS(3, 2)
+            FN_TRELLIS(5, 2)
+            FN_TRELLIS(7, 2)
+        }
     }
 #undef FN_TRELLIS
 #undef FN_WIDTHS
@@ -113,7 +122,7 @@ template <u32 W2, u32 CODEBOOK> struct FnDeepTrellis {
     FnRing<W2> ring;
     u32 words[4][FnRing<W2>::kLoads];
 
-    FN_DEVICE explicit FnDeepTrellis(u32) : ring(threadIdx.x & 31u) {}
+    FN_DEVICE explicit FnDeepTrellis(u32) : ring(fn_thread_here() & 31u) {}
     FN_DEVICE void load(const u8* stage, u32 warp) {
 #pragma unroll
         for (u32 i = 0; i < 4; i++) ring.load_any(stage + (i * FN_DEEP_WARPS + warp) * 16u * W2, words[i]);
@@ -128,14 +137,14 @@ template <u32 W2, u32 CODEBOOK> struct FnDeepTrellis {
     }
 };
 // The same for any format, decoded at once: for those that are rare, as each form above is a loop of its own.
-struct FnDeepAny {
+template <u32 KIND> struct FnDeepAny {
     u32 format, done[4][4];
 
     FN_DEVICE explicit FnDeepAny(u32 format) : format(format) {}
     FN_DEVICE void load(const u8* stage, u32 warp) {
-        bool exl3 = (format & 255u) == FN_FORMAT_EXL3;
+        bool exl3 = KIND != FN_DEEP_PLAIN && (format & 255u) == FN_FORMAT_EXL3;
         u32 bytes = exl3 ? 16u * (format >> 8 & 255u) : 512u;
-        fn_deep_operand(format, stage + warp * (exl3 ? bytes : 2048u), exl3 ? FN_DEEP_WARPS * bytes : 512u, 4u, done);
+        fn_deep_operand<KIND>(format, stage + warp * (exl3 ? bytes : 2048u), exl3 ? FN_DEEP_WARPS * bytes : 512u, 4u, done);
     }
     FN_DEVICE void operand(u32 step, u32 (&a)[4]) const {
 #pragma unroll
@@ -148,7 +157,7 @@ struct FnDeepAny {
 template <u32 ROW_TILES>
 FN_DEVICE void fn_deep_step(const u8* image, u32 step, const u32 (&a)[4], bool bf16, u32 n_tiles,
                             float (&d)[ROW_TILES][4]) {
-    u32 lane = threadIdx.x & 31u, chunk = 2u * step + (lane >> 3 & 1u), row = 8u * (lane >> 4) + (lane & 7u);
+    u32 lane = fn_thread_here() & 31u, chunk = 2u * step + (lane >> 3 & 1u), row = 8u * (lane >> 4) + (lane & 7u);
     const u8* at = image + row * 128u + ((chunk ^ (row & 7u)) << 4);
 #pragma unroll
     for (u32 j = 0; j < ROW_TILES; j += 2) {
@@ -182,16 +191,16 @@ template <u32 ROW_TILES> FN_DEVICE void fn_deep_zero(float (&d)[ROW_TILES][4]) {
 
 // part_sum_v1 as the units come: segments of a leaf rising; a finished leaf waits for its neighbour in the tree.
 template <u32 ROW_TILES> struct FnDeepSum {
+    u32 leaf = 0, segment = 0;       // of the next unit
     float waiting[3][ROW_TILES][4];  // finished subtrees of 1, 2 and 4 leaves; only where there are leaves
 
-    FN_DEVICE void add(u32 unit, u32 leaves, u32 segments, const float (&d)[ROW_TILES][4],
-                       float (&sum)[ROW_TILES][4]) {
-        u32 leaf = unit / segments, segment = unit - leaf * segments;
+    FN_DEVICE void add(u32 leaves, u32 segments, const float (&d)[ROW_TILES][4], float (&sum)[ROW_TILES][4]) {
 #pragma unroll
         for (u32 j = 0; j < ROW_TILES; j++)
 #pragma unroll
             for (u32 i = 0; i < 4; i++) sum[j][i] = segment ? fn_add(sum[j][i], d[j][i]) : d[j][i];
-        if (segment + 1u < segments || leaves == 1u) return;
+        if (++segment < segments || leaves == 1u) return;
+        segment = 0;
         u32 level = 0;
 #pragma unroll 1
         for (; leaf >> level & 1u; level++)
@@ -199,7 +208,7 @@ template <u32 ROW_TILES> struct FnDeepSum {
             for (u32 j = 0; j < ROW_TILES; j++)
 #pragma unroll
                 for (u32 i = 0; i < 4; i++) sum[j][i] = fn_add(waiting[level][j][i], sum[j][i]);
-        if (leaf + 1u == leaves) return;
+        if (++leaf == leaves) return;
 #pragma unroll
         for (u32 j = 0; j < ROW_TILES; j++)
 #pragma unroll
@@ -209,7 +218,8 @@ template <u32 ROW_TILES> struct FnDeepSum {
 
 // ---- the walk over K --------------------------------------------------------------------------------------
 
-template <class Shared> struct FnDeep {
+// KIND: what weights there may be; less means less code.
+template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
     Shared& s;
     u32 i_block;  // blocks of up to 64 k that went through the ring so far
 
@@ -227,17 +237,24 @@ template <class Shared> struct FnDeep {
 #endif
     }
 
-    // Whether this thread only loads; what it gives its registers up for.
+    // Whether this thread only loads.
     FN_DEVICE bool loads() const {
 #ifdef FN_HOPPER
-        bool yes = threadIdx.x >= 32u * FN_DEEP_WARPS;
-        if (yes)
-            fn_registers_give<40>();
-        else
-            fn_registers_take<232>();
-        return yes;
+        return threadIdx.x >= 32u * FN_DEEP_WARPS;
 #else
         return false;
+#endif
+    }
+    // Registers go from the threads that load to those that compute.  First thing of each, before their loops: where
+    // both ways meet again ptxas would give nobody more than an even share.
+    FN_DEVICE void begin_loads() const {
+#ifdef FN_HOPPER
+        fn_registers_give<40>();
+#endif
+    }
+    FN_DEVICE void begin_dots() const {
+#ifdef FN_HOPPER
+        fn_registers_take<232>();
 #endif
     }
 
@@ -248,19 +265,24 @@ template <class Shared> struct FnDeep {
         // be run one by one.
         Walk walk;
         walk.segments = fn_shfl(w.segments, 0u);
-        walk.units = fn_shfl(w.leaves, 0u) * walk.segments;
+        walk.leaves = fn_shfl(w.leaves, 0u);
+        walk.units = walk.leaves * walk.segments;
         walk.steps = fn_shfl(w.k, 0u) / 16u / walk.units;
         walk.format = fn_shfl(w.w.format, 0u);
-        u32 format = walk.steps % 4u ? FN_FORMAT_BF16 : walk.format;
-#define FN_TRELLIS(w2)                                                                                             \
+        if (walk.steps % 4u || walk.format == FN_FORMAT_BF16) {
+            by_steps<ROW_TILES>(walk, sum);
+            return;
+        }
+#define FN_TRELLIS(w2) \
     case FN_FORMAT_EXL3 | w2 << 8 | 2u << 16: by_blocks<ROW_TILES, FnDeepTrellis<w2, 2>>(walk, sum); return;
-        switch (format) {
-            FN_TRELLIS(2) FN_TRELLIS(3) FN_TRELLIS(4) FN_TRELLIS(5) FN_TRELLIS(6) FN_TRELLIS(7) FN_TRELLIS(8)
-            FN_TRELLIS(10) FN_TRELLIS(12) FN_TRELLIS(14) FN_TRELLIS(16)
-            case FN_FORMAT_BF16: by_steps<ROW_TILES>(walk, sum); return;
+        if constexpr (KIND != FN_DEEP_PLAIN) {
+            switch (walk.format) {
+                FN_TRELLIS(2) FN_TRELLIS(3) FN_TRELLIS(4) FN_TRELLIS(5) FN_TRELLIS(6) FN_TRELLIS(7) FN_TRELLIS(8)
+                FN_TRELLIS(10) FN_TRELLIS(12) FN_TRELLIS(14) FN_TRELLIS(16)
+            }
         }
 #undef FN_TRELLIS
-        by_blocks<ROW_TILES, FnDeepAny>(walk, sum);
+        by_blocks<ROW_TILES, FnDeepAny<KIND>>(walk, sum);
 #else
         walk(w, rows, sum);
 #endif
@@ -277,7 +299,7 @@ template <class Shared> struct FnDeep {
 
     // sum -> tile[row][output], for all to read.
     template <u32 ROW_TILES> FN_DEVICE void spill(const float (&sum)[ROW_TILES][4]) {
-        u32 lane = threadIdx.x & 31u, warp = threadIdx.x >> 5;
+        u32 thread = fn_thread_here(), lane = thread & 31u, warp = thread >> 5;
         if (warp < FN_DEEP_WARPS) {
             float* at = &s.tile[2u * (lane & 3u)][16u * warp + (lane >> 2)];
 #pragma unroll
@@ -299,9 +321,10 @@ template <class Shared> struct FnDeep {
 
   public:
     // The four loading warps take the blocks in turn; lanes 0 .. 15 each start one of a stage's copies.
-    template <u32 ROW_TILES> FN_DEVICE void load(const FnDeepWeights& w, const FnDeepRows& rows) {
-        constexpr u32 images = ROW_TILES / 8u;
-        u32 lane = threadIdx.x & 31u, turn = (threadIdx.x >> 5) - FN_DEEP_WARPS, units = w.leaves * w.segments, steps = w.k / 16u / units, tiles = w.n / 16u;
+    FN_DEVICE void load(u32 n_rows, const FnDeepWeights& w, const FnDeepRows& rows) {
+        u32 images = n_rows > 64u ? 2u : 1u;
+        u32 thread = fn_thread_here(), lane = thread & 31u, turn = (thread >> 5) - FN_DEEP_WARPS;
+        u32 units = w.leaves * w.segments, steps = w.k / 16u / units, tiles = w.n / 16u;
         bool exl3 = fn_is_exl3(w.w);
         u32 bytes = step_bytes(w.w.format), of_warp = w.tile(lane & 7u), n_warps = 0;
         if (!exl3) n_warps = fn_popc(fn_ballot(lane < FN_DEEP_WARPS && of_warp < w.limit));
@@ -332,18 +355,18 @@ template <class Shared> struct FnDeep {
     }
 
   private:
-    struct Walk { u32 format, units, segments, steps; };  // steps: k steps of a unit
+    struct Walk { u32 format, leaves, segments, units, steps; };  // steps: k steps of a unit
 
     // Decoded weights of the present block of n steps; waits for its stage.
     FN_DEVICE void decode(u32 format, u32 n, u32 (&a)[4][4]) {
-        u32 bytes = step_bytes(format), stage = i_block % STAGES, warp = threadIdx.x >> 5;
+        u32 bytes = step_bytes(format), stage = i_block % STAGES, warp = fn_thread_here() >> 5;
         fn_barrier_wait(&s.full[stage], (i_block / STAGES) & 1u);
         bool exl3 = (format & 255u) == FN_FORMAT_EXL3;
         const u8* at = s.weights[stage] + warp * (exl3 ? bytes : 2048u);
-        fn_deep_operand(format, at, exl3 ? FN_DEEP_WARPS * bytes : 512u, n, a);
+        fn_deep_operand<KIND>(format, at, exl3 ? FN_DEEP_WARPS * bytes : 512u, n, a);
     }
     FN_DEVICE void release(u32 block) {
-        if ((threadIdx.x & 31u) == 0) fn_barrier_arrive(&s.empty[block % STAGES]);
+        if ((fn_thread_here() & 31u) == 0) fn_barrier_arrive(&s.empty[block % STAGES]);
     }
 
     // Units are whole blocks of 64 k.  A step's weights are decoded while the products of the step before run, also
@@ -381,14 +404,14 @@ template <class Shared> struct FnDeep {
             fn_hold(d);
             fn_wgmma_wait<0>();
             fn_hold(d);
-            units_sum.add(unit, walk.units / walk.segments, walk.segments, d, sum);
+            units_sum.add(walk.leaves, walk.segments, d, sum);
         }
         release(last - 1u);
     }
     template <class Source> FN_DEVICE void fetch(Source& source) {
         u32 stage = i_block % STAGES;
         fn_barrier_wait(&s.full[stage], (i_block / STAGES) & 1u);
-        source.load(s.weights[stage], threadIdx.x >> 5);
+        source.load(s.weights[stage], fn_thread_here() >> 5);
     }
 
     // bf16 weights, whose operand comes in two halves, and units that end inside a block.
@@ -414,17 +437,17 @@ template <class Shared> struct FnDeep {
                 at += n;
                 i_block++;
             }
-            units_sum.add(unit, walk.units / walk.segments, walk.segments, d, sum);
+            units_sum.add(walk.leaves, walk.segments, d, sum);
         }
     }
 #else
   public:
-    template <u32 ROW_TILES> FN_DEVICE void load(const FnDeepWeights&, const FnDeepRows&) {}
+    FN_DEVICE void load(u32, const FnDeepWeights&, const FnDeepRows&) {}
 
   private:
     template <u32 ROW_TILES>
     FN_DEVICE void walk(const FnDeepWeights& w, const FnDeepRows& rows, float (&sum)[ROW_TILES][4]) {
-        u32 units = w.leaves * w.segments, steps = w.k / 16u / units, at = 0, warp = threadIdx.x >> 5;
+        u32 units = w.leaves * w.segments, steps = w.k / 16u / units, at = 0, warp = fn_thread_here() >> 5;
         u32 n_tiles = (rows.live + 7u) / 8u, of_warp = w.tile(warp), bytes = step_bytes(w.w.format);
         bool exl3 = fn_is_exl3(w.w), bf16 = w.w.format == FN_FORMAT_BF16;
         bool works = warp < FN_DEEP_WARPS && of_warp < w.limit;
@@ -441,21 +464,21 @@ template <class Shared> struct FnDeep {
                 u32 n = fn_min_u32((at & ~3u) + 4u, end) - at, a[4][4];
                 __syncthreads();
                 // Whole rows of 8 chunks; the last pair of row tiles is copied as far as it is read.
-                for (u32 i = threadIdx.x; i < 128u * ((n_tiles + 1u) / 2u); i += FN_DEEP_THREADS) {
+                for (u32 i = fn_thread_here(); i < 128u * ((n_tiles + 1u) / 2u); i += FN_DEEP_THREADS) {
                     u64 image = (u64)(i >> 9) * rows.k_blocks + (at >> 2);
                     const uint4* from = reinterpret_cast<const uint4*>(rows.x + image * 4096u) + (i & 511u);
                     reinterpret_cast<uint4*>(s.rows[0])[i] = fn_ldg(from);
                 }
                 __syncthreads();
                 if (works) {
-                    fn_deep_operand(w.w.format, data + (u64)at * stride, stride, n, a);
+                    fn_deep_operand<KIND>(w.w.format, data + (u64)at * stride, stride, n, a);
 #pragma unroll
                     for (u32 i = 0; i < 4; i++)
                         if (i < n) fn_deep_step(s.rows[0], (at & 3u) + i, a[i], bf16, n_tiles, d);
                 }
                 at += n;
             }
-            units_sum.add(unit, w.leaves, w.segments, d, sum);
+            units_sum.add(w.leaves, w.segments, d, sum);
         }
     }
 #endif

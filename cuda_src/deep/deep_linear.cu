@@ -19,15 +19,15 @@ struct DeepLinearShared {
 
 // Finish the tile's rows: a warp a row, lane l holding outputs 4 l .. 4 l + 3.
 FN_DEVICE void finish(const DeepLinearShared& s, const FnLinear& linear, u32 tile, u32 row0, u32 live) {
-    if (threadIdx.x >= 32u * FN_DEEP_WARPS) return;
-    u32 lane = threadIdx.x & 31u, n = linear.n, at = 128u * tile + 4u * lane;
+    u32 thread = fn_thread_here(), lane = thread & 31u, n = linear.n, at = 128u * tile + 4u * lane;
+    if (thread >= 32u * FN_DEEP_WARPS) return;
     bool exl3 = fn_is_exl3(linear.w);
     float scale[4] = {1.f, 1.f, 1.f, 1.f}, bias[4] = {0.f, 0.f, 0.f, 0.f};
     if (exl3) fn_load_h4(reinterpret_cast<const u16*>(linear.w.svh) + at, scale);
     if (exl3 && linear.bias) fn_load_h4(reinterpret_cast<const u16*>(linear.bias) + at, bias);
     float* out = reinterpret_cast<float*>(linear.out) + (u64)row0 * n + at;
 #pragma unroll 4
-    for (u32 row = threadIdx.x >> 5; row < live; row += FN_DEEP_WARPS) {
+    for (u32 row = thread >> 5; row < live; row += FN_DEEP_WARPS) {
         float4 x = *reinterpret_cast<const float4*>(&s.deep.tile[row][4u * lane]);
         float v[4] = {x.x, x.y, x.z, x.w};
         if (exl3) {  // as fn_linear_finish_block
@@ -50,21 +50,37 @@ FN_DEVICE void finish(const DeepLinearShared& s, const FnLinear& linear, u32 til
     }
 }
 
-template <u32 ROW_TILES>
-FN_DEVICE void run(FnDeep<FnDeepShared<4, 16384>>& deep, bool loads, DeepLinearShared& s, const FnLinear& linear,
-                   u32 tile, u32 row0, u32 live) {
-    FnDeepWeights w = {linear.w, linear.k, linear.n, 8u * tile, 2u, (linear.n + 15u) / 16u, linear.leaves,
-                       linear.segments};
-    u32 k_blocks = (linear.k + 63u) / 64u;
-    FnDeepRows rows = {reinterpret_cast<const u16*>(linear.x) + (u64)row0 * k_blocks * 64u, k_blocks, live};
-    if (loads) {
-        deep.template load<ROW_TILES>(w, rows);
-        return;
+// The i-th tile of the launch.
+struct Tile {
+    const FnLinear* linear;
+    u32 tile, row0, live;
+
+    FN_DEVICE Tile(u32 i, u32 n_tiles, u32 n_rows, const FnLinear* linears, u32 n_linears) {
+        u32 of_rows = i / n_tiles, j = 0;
+        tile = i - of_rows * n_tiles;
+        row0 = FN_DEEP_ROWS * of_rows;
+        live = fn_min_u32(n_rows - row0, FN_DEEP_ROWS);
+        for (u32 l = 1; l < n_linears; l++)
+            if (linears[l].first_warp <= tile) j = l;
+        linear = linears + j;
+        tile -= linear->first_warp;
     }
+    FN_DEVICE FnDeepWeights weights() const {
+        return {linear->w, linear->k, linear->n, 8u * tile, 2u, (linear->n + 15u) / 16u, linear->leaves,
+                linear->segments};
+    }
+    FN_DEVICE FnDeepRows rows() const {
+        u32 k_blocks = (linear->k + 63u) / 64u;
+        return {reinterpret_cast<const u16*>(linear->x) + (u64)row0 * k_blocks * 64u, k_blocks, live};
+    }
+};
+
+template <u32 ROW_TILES>
+FN_DEVICE void run(FnDeep<FnDeepShared<4, 16384>>& deep, DeepLinearShared& s, const Tile& t) {
     float sum[ROW_TILES][4];
-    deep.dot(w, rows, sum);
+    deep.dot(t.weights(), t.rows(), sum);
     deep.spill(sum);
-    finish(s, linear, tile, row0, live);
+    finish(s, *t.linear, t.tile, t.row0, t.live);
     deep.meet();
 }
 
@@ -77,15 +93,20 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
     u32 total = n_tiles * ((n_rows + FN_DEEP_ROWS - 1u) / FN_DEEP_ROWS);
     if (blockIdx.x >= total) return;
     FnDeep<FnDeepShared<4, 16384>> deep(s.deep);
-    bool loads = deep.loads();
+    if (deep.loads()) {
+        deep.begin_loads();
+        for (u32 i = blockIdx.x; i < total; i += gridDim.x) {
+            Tile t(i, n_tiles, n_rows, linears, n_linears);
+            deep.load(t.live, t.weights(), t.rows());
+        }
+        return;
+    }
+    deep.begin_dots();
     for (u32 i = blockIdx.x; i < total; i += gridDim.x) {
-        u32 of_rows = i / n_tiles, tile = i - of_rows * n_tiles, row0 = FN_DEEP_ROWS * of_rows, j = 0;
-        for (u32 l = 1; l < n_linears; l++)
-            if (linears[l].first_warp <= tile) j = l;
-        u32 live = fn_min_u32(n_rows - row0, FN_DEEP_ROWS);
-        if (live <= 64u)
-            run<8>(deep, loads, s, linears[j], tile - linears[j].first_warp, row0, live);
+        Tile t(i, n_tiles, n_rows, linears, n_linears);
+        if (t.live <= 64u)
+            run<8>(deep, s, t);
         else
-            run<16>(deep, loads, s, linears[j], tile - linears[j].first_warp, row0, live);
+            run<16>(deep, s, t);
     }
 }

@@ -16,7 +16,7 @@ struct DeepSiteShared {
     FnDeepShared<4, 16384> deep;
 };
 
-const u32 AT_ONCE = 8;  // rows of a warp whose streams are on their way together
+const u32 AT_ONCE = 4;  // rows of a warp whose streams are on their way together
 
 struct Site {
     const float *streams, *rinv, *w;
@@ -26,11 +26,12 @@ struct Site {
 
 // A warp a row, a lane a channel.
 FN_DEVICE void mix(const DeepSiteShared& s, const Site& site, u32 channel, u32 row0, u32 live) {
-    u32 lane = threadIdx.x & 31u, hidden = site.hidden;
+    u32 thread = fn_thread_here(), lane = thread & 31u, hidden = site.hidden;
+    if (thread >= 32u * FN_DEEP_WARPS) return;
     float scale[4];
 #pragma unroll
     for (u32 j = 0; j < 4; j++) scale[j] = fn_add(1.f, fn_ldg(site.w + j * hidden + channel + lane));
-    for (u32 first = threadIdx.x >> 5; first < live; first += AT_ONCE * FN_DEEP_WARPS) {
+    for (u32 first = thread >> 5; first < live; first += AT_ONCE * FN_DEEP_WARPS) {
         float x[AT_ONCE][4];  // all asked for before the first is used
         float4 r[AT_ONCE];
 #pragma unroll
@@ -58,21 +59,32 @@ FN_DEVICE void mix(const DeepSiteShared& s, const Site& site, u32 channel, u32 r
     }
 }
 
-template <u32 ROW_TILES>
-FN_DEVICE void run(FnDeep<FnDeepShared<4, 16384>>& deep, bool loads, DeepSiteShared& s, const FnLinear& linear,
-                   const Site& site, u32 tile, u32 row0, u32 live) {
-    FnDeepWeights w = {linear.w, linear.k, linear.n, 2u * tile, site.hidden / 16u, linear.n / 16u, linear.leaves,
-                       linear.segments};
-    u32 k_blocks = (linear.k + 63u) / 64u;
-    FnDeepRows rows = {reinterpret_cast<const u16*>(linear.x) + (u64)row0 * k_blocks * 64u, k_blocks, live};
-    if (loads) {
-        deep.template load<ROW_TILES>(w, rows);
-        return;
+// The i-th tile of the launch.
+struct Tile {
+    u32 tile, row0, live;
+
+    FN_DEVICE Tile(u32 i, u32 n_tiles, u32 n_rows) {
+        u32 of_rows = i / n_tiles;
+        tile = i - of_rows * n_tiles;
+        row0 = FN_DEEP_ROWS * of_rows;
+        live = fn_min_u32(n_rows - row0, FN_DEEP_ROWS);
     }
+    FN_DEVICE FnDeepWeights weights(const FnLinear& linear) const {
+        return {linear.w, linear.k, linear.n, 2u * tile, linear.n / 64u, linear.n / 16u, linear.leaves, linear.segments};
+    }
+    FN_DEVICE FnDeepRows rows(const FnLinear& linear) const {
+        u32 k_blocks = (linear.k + 63u) / 64u;
+        return {reinterpret_cast<const u16*>(linear.x) + (u64)row0 * k_blocks * 64u, k_blocks, live};
+    }
+};
+
+template <u32 ROW_TILES>
+FN_DEVICE void run(FnDeep<FnDeepShared<4, 16384>, FN_DEEP_PLAIN>& deep, DeepSiteShared& s, const FnLinear& linear, const Site& site,
+                   const Tile& t) {
     float sum[ROW_TILES][4];
-    deep.dot(w, rows, sum);
+    deep.dot(t.weights(linear), t.rows(linear), sum);
     deep.spill(sum);
-    if (threadIdx.x < 32u * FN_DEEP_WARPS) mix(s, site, 32u * tile, row0, live);
+    mix(s, site, 32u * t.tile, t.row0, t.live);
     deep.meet();
 }
 
@@ -85,14 +97,22 @@ FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, c
     u32 n_rows = fn_ld(&round->n_rows), n_tiles = hidden / 32u;
     u32 total = n_tiles * ((n_rows + FN_DEEP_ROWS - 1u) / FN_DEEP_ROWS);
     if (blockIdx.x >= total) return;
+    FnDeep<FnDeepShared<4, 16384>, FN_DEEP_PLAIN> deep(s.deep);
+    if (deep.loads()) {
+        deep.begin_loads();
+        for (u32 i = blockIdx.x; i < total; i += gridDim.x) {
+            Tile t(i, n_tiles, n_rows);
+            deep.load(t.live, t.weights(*linear), t.rows(*linear));
+        }
+        return;
+    }
+    deep.begin_dots();
     Site site = {streams, rinv, w, m, hidden};
-    FnDeep<FnDeepShared<4, 16384>> deep(s.deep);
-    bool loads = deep.loads();
     for (u32 i = blockIdx.x; i < total; i += gridDim.x) {
-        u32 of_rows = i / n_tiles, row0 = FN_DEEP_ROWS * of_rows, live = fn_min_u32(n_rows - row0, FN_DEEP_ROWS);
-        if (live <= 64u)
-            run<8>(deep, loads, s, *linear, site, i - of_rows * n_tiles, row0, live);
+        Tile t(i, n_tiles, n_rows);
+        if (t.live <= 64u)
+            run<8>(deep, s, *linear, site, t);
         else
-            run<16>(deep, loads, s, *linear, site, i - of_rows * n_tiles, row0, live);
+            run<16>(deep, s, *linear, site, t);
     }
 }
