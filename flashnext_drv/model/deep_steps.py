@@ -375,7 +375,7 @@ class _Walk:
         )
         yield Step(
             "moe_deep_gu",
-            (width // 128, tiles_cap),
+            self._strided(width // 128 * tiles_cap),
             {
                 **lines,
                 **tiles,
@@ -389,7 +389,7 @@ class _Walk:
         )
         yield Step(
             "moe_deep_down",
-            (c.hidden // 128, tiles_cap),
+            self._strided(c.hidden // 128 * tiles_cap),
             {**lines, **tiles, "h": "d_moe_h", "v": "d_moe_v", "hidden": c.hidden, "width_cap": width},
             scope,
         )
