@@ -58,6 +58,8 @@ _BYTES = ("tests/engine/test_invariance.py::test_page_order_does_not_change_byte
           "tests/engine/test_invariance.py::test_row_among_other_sequences_equals_row_alone")
 _WHOLE = ("tests/faults/test_graph_fallback.py", "tests/engine/test_memory.py", *_BYTES,
           "tests/faults/test_sweep.py")
+_DEEP = ("tests/host/test_deep_layout.py", "tests/engine/test_prefill.py",
+         "tests/engine/test_prefill_refused.py")
 TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("cuda_src/tables.cuh", ("tests/host/test_tables.py", "tests/host/test_catalog.py"),
      ("tests/contracts/test_exl3.py", *_ENGINE)),
@@ -94,8 +96,12 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("flashnext_drv/state/kv.py", ("tests/host/test_tables.py", *_ENGINE), _WHOLE),
     ("flashnext_drv/state/weights.py", ("tests/host/test_weight_items.py", *_ENGINE), _WHOLE),
     ("flashnext_drv/state/experts.py", ("tests/host/test_weight_items.py", *_ENGINE), _WHOLE),
+    ("flashnext_drv/state/deep.py", _DEEP, ("tests/faults/test_sweep.py",)),
+    ("flashnext_drv/state/export.py", _DEEP[1:], ("tests/engine/test_far_positions.py",)),
     ("flashnext_drv/state/", _ENGINE, _WHOLE),
     ("flashnext_drv/engine/sequence.py", ("tests/host/test_sequence.py", *_ENGINE), _WHOLE),
+    *((f"flashnext_drv/engine/{name}.py", _DEEP, ("tests/engine/test_cli.py", "tests/faults/test_sweep.py"))
+      for name in ("deep", "chunk", "prefill")),
     ("flashnext_drv/engine/", _ENGINE, ("tests/host/test_device_warning.py", *_WHOLE)),
     ("flashnext_drv/kernels/bind.py", ("tests/host/test_bind_values.py", "tests/drv/test_launch.py",
                                        "tests/drv/test_images.py", "tests/drv/test_ownership.py"),
@@ -108,6 +114,8 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         "tests/host/test_cli_usage.py", *_WHOLE)),
     ("flashnext_drv/model/linears.py", ("tests/engine/test_golden.py", "tests/contracts/test_exl3.py"),
      _ENGINE),
+    *((f"flashnext_drv/model/deep_{name}.py", _DEEP, ("tests/engine/test_other_shapes.py",))
+      for name in ("layout", "steps")),
     ("flashnext_drv/model/steps.py", _ENGINE, _BYTES),
     ("flashnext_drv/model/", ("tests/host/test_config.py", "tests/host/test_pack.py",
                               "tests/host/test_manifest.py", "tests/host/test_synth.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from flashnext_drv.engine.engine import Engine, Limits
 from flashnext_drv.engine.prefill import Prefill, Prompt, run_prompts
 from flashnext_drv.engine.round import Window, run_round
 from flashnext_drv.kernels.tables import ROUTE
+
+from . import prompts
 
 MICRO = Path(__file__).parents[1] / "data" / "exl3_micro"
 
@@ -159,3 +161,18 @@ def run_prompt(
 def prompt_run() -> Callable[..., Run]:
     """prompt_run(engine, ids, prefill, cuts=(), n_new=0): see run_prompt."""
     return run_prompt
+
+
+@pytest.fixture(scope="module")
+def deep_engine(micro: Path, device: str) -> Iterator[Engine]:
+    """The micro pack with the deep pass for chunks of up to 256 rows."""
+    limits = Limits(context_tokens=192, rows=16, prompt_rows=16, sequences=4, deep="open", deep_rows=2)
+    with Engine.open(micro, limits, device=device) as opened:
+        assert opened.rank.deep is not None, opened.rank.deep_refused
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def serial_run(deep_engine: Engine) -> Run:
+    """prompts.IDS by serial decode, one row a launch."""
+    return run_prompt(deep_engine, prompts.IDS, prompts.SERIAL, n_new=prompts.N_NEW)
