@@ -282,7 +282,7 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
             }
         }
 #undef FN_TRELLIS
-        by_blocks<ROW_TILES, FnDeepAny<KIND>>(walk, sum);
+        by_blocks<ROW_TILES, FnDeepAny<KIND>>(walk, sum);  // mcg, 3inst, f16
 #else
         walk(w, rows, sum);
 #endif

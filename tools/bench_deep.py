@@ -59,16 +59,12 @@ def build(bench: Bench, name: str, texts: str, rows: int) -> Built:
         args |= {"linear": linears, "hidden": hidden, "m": arena.span("m", cap * hidden * 4)}
         for span, count in (("streams", cap * 4 * hidden), ("rinv", cap * 4), ("w", 4 * hidden)):
             args[span] = bench.filled(arena, span, 4 * count, True)
-        launch = bench.kernels.launch("deep_site_up", _grid(bench, hidden // 32 * (cap // 128)), **args)
+        launch = bench.kernels.launch("deep_site_up", hidden // 32 * (cap // 128), **args)
     else:
         args |= {"linears": linears, "n_linears": len(dots)}
-        launch = bench.kernels.launch("deep_linear", _grid(bench, first * (cap // 128)), **args)
+        launch = bench.kernels.launch("deep_linear", first * (cap // 128), **args)
     flop = 2 * rows * sum(d.k * d.n for d in dots)
     return Built([launch], flop, 0, [arena])
-
-
-def _grid(bench: Bench, tiles: int) -> int:
-    return min(tiles, bench.ctx.facts.n_sms)
 
 
 def _describe(bench: Bench, arena: Any, one: Any, dot: Dot, cap: int) -> None:

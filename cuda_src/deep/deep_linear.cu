@@ -2,9 +2,9 @@
 // Contract    linears: x tile images (tiled), w, svh, bias -> linears[j].out (rows, n) f32, rows < n_rows and outputs
 //             < n only.  EXL3: k, n % 128 == 0; plain: k % 16 == 0, any n >= 1.  n_warps = ceil(n / 128) tiles;
 //             first_warp counts tiles of the linears before.
-// Launch      grid any (best: as many blocks as SMs, at most tiles x ceil(rows / 128)), block 384, shared
-//             DeepLinearShared.  A block takes tiles of 128 outputs x up to 128 rows, one after the other; those of the
-//             same rows are neighbours.
+// Launch      grid (total tiles x ceil(rows / 128)), block 384, shared DeepLinearShared.  A block: 128 outputs of up to
+//             128 rows; the blocks of the same rows are neighbours.  (One block an SM that strides over tiles was
+//             slower: around a loop ptxas spills what the dots want.)
 // Arithmetic  orders exl3_dot_v1, plain_dot_v1, part_sum_v1 and hadamard: deep.cuh, then fn_hadamard128, fn_mul(.,
 //             svh), fn_add(., f32(bias)).
 // Equality    the bytes of linear_gemv and linear_finish; a row's bytes do not depend on the other rows.
@@ -81,7 +81,6 @@ FN_DEVICE void run(FnDeep<FnDeepShared<4, 16384>>& deep, DeepLinearShared& s, co
     deep.dot(t.weights(), t.rows(), sum);
     deep.spill(sum);
     finish(s, *t.linear, t.tile, t.row0, t.live);
-    deep.meet();
 }
 
 }  // namespace FN_NAMESPACE
@@ -92,21 +91,16 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
     u32 n_rows = fn_ld(&round->n_rows), n_tiles = linears[n_linears - 1u].first_warp + linears[n_linears - 1u].n_warps;
     u32 total = n_tiles * ((n_rows + FN_DEEP_ROWS - 1u) / FN_DEEP_ROWS);
     if (blockIdx.x >= total) return;
+    Tile t(blockIdx.x, n_tiles, n_rows, linears, n_linears);
     FnDeep<FnDeepShared<4, 16384>> deep(s.deep);
     if (deep.loads()) {
         deep.begin_loads();
-        for (u32 i = blockIdx.x; i < total; i += gridDim.x) {
-            Tile t(i, n_tiles, n_rows, linears, n_linears);
-            deep.load(t.live, t.weights(), t.rows());
-        }
+        deep.load(t.live, t.weights(), t.rows());
         return;
     }
     deep.begin_dots();
-    for (u32 i = blockIdx.x; i < total; i += gridDim.x) {
-        Tile t(i, n_tiles, n_rows, linears, n_linears);
-        if (t.live <= 64u)
-            run<8>(deep, s, t);
-        else
-            run<16>(deep, s, t);
-    }
+    if (t.live <= 64u)
+        run<8>(deep, s, t);
+    else
+        run<16>(deep, s, t);
 }

@@ -2,8 +2,8 @@
 // Contract    linear: up, f16 or bf16 weights in fragment order (4 hidden outputs, K = R inputs), x = u as a tile
 //             image;  streams (rows, 4 hidden) f32, rinv (rows, 4) f32, w (4 hidden) f32 -> m (rows, hidden) f32.
 //             hidden % 32 == 0, R % 16 == 0.  Rows >= round.n_rows are not written.
-// Launch      grid any (best: as many blocks as SMs, at most hidden / 32 x ceil(rows / 128)), block 384, shared
-//             DeepSiteShared.  A tile's 128 outputs are 32 channels of the four streams.
+// Launch      grid (hidden / 32 x ceil(rows / 128)), block 384, shared DeepSiteShared.  A block's 128 outputs are 32
+//             channels of the four streams.
 // Arithmetic  order site_mix_v1: dots as deep.cuh;  g_j = sigmoid(dot);  n_j = (s_j * rinv_j) * (1 + w_j) in f32;
 //             m = fma(g3, n3, fma(g2, n2, fma(g1, n1, g0 * n0))) * 0.25.
 // Equality    the bytes of site_up.  NaN and Inf of a row stay in it.
@@ -85,7 +85,6 @@ FN_DEVICE void run(FnDeep<FnDeepShared<4, 16384>, FN_DEEP_PLAIN>& deep, DeepSite
     deep.dot(t.weights(linear), t.rows(linear), sum);
     deep.spill(sum);
     mix(s, site, 32u * t.tile, t.row0, t.live);
-    deep.meet();
 }
 
 }  // namespace FN_NAMESPACE
@@ -97,22 +96,17 @@ FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, c
     u32 n_rows = fn_ld(&round->n_rows), n_tiles = hidden / 32u;
     u32 total = n_tiles * ((n_rows + FN_DEEP_ROWS - 1u) / FN_DEEP_ROWS);
     if (blockIdx.x >= total) return;
+    Tile t(blockIdx.x, n_tiles, n_rows);
     FnDeep<FnDeepShared<4, 16384>, FN_DEEP_PLAIN> deep(s.deep);
     if (deep.loads()) {
         deep.begin_loads();
-        for (u32 i = blockIdx.x; i < total; i += gridDim.x) {
-            Tile t(i, n_tiles, n_rows);
-            deep.load(t.live, t.weights(*linear), t.rows(*linear));
-        }
+        deep.load(t.live, t.weights(*linear), t.rows(*linear));
         return;
     }
     deep.begin_dots();
     Site site = {streams, rinv, w, m, hidden};
-    for (u32 i = blockIdx.x; i < total; i += gridDim.x) {
-        Tile t(i, n_tiles, n_rows);
-        if (t.live <= 64u)
-            run<8>(deep, s, *linear, site, t);
-        else
-            run<16>(deep, s, *linear, site, t);
-    }
+    if (t.live <= 64u)
+        run<8>(deep, s, *linear, site, t);
+    else
+        run<16>(deep, s, *linear, site, t);
 }

@@ -3,8 +3,8 @@
 //             width_cap) -> v f32 (pairs_cap, hidden), the tiles' rows alone.  hidden, line.width,
 //             width_cap, pairs_cap % 128 == 0.  Other positions of h are read at most up to the next
 //             multiple of 64 and meet nothing.
-// Launch      any grid, block 384, shared DeepDownShared: blocks stride over the n_tiles * hidden / 128
-//             pieces of 128 outputs of a tile; what the next piece needs is loaded while one is finished.
+// Launch      grid (at least n_tiles * hidden / 128), block 384, shared DeepDownShared: a block a piece of 128
+//             outputs of a tile, those of one tile neighbours.
 // Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(line.width, hidden, 1) segments;  part_sum_v1,
 //             Hadamard, * svh.
 // Equality    the bytes of moe_gemv_down, finished as in moe_sum.  A row's bytes do not depend on the
@@ -17,7 +17,7 @@ namespace FN_NAMESPACE {
 struct DeepDownShared {
     FnDeepShared<4, 8192> deep;
 };
-typedef FnDeep<FnDeepShared<4, 8192>> Deep;
+typedef FnDeep<FnDeepShared<4, 8192>, FN_DEEP_EXL3> Deep;
 
 // The i-th piece of the launch.
 struct Piece {
@@ -73,24 +73,17 @@ FN_KERNEL((const FnRound* round, const FnTile* tiles, const u32* n_tiles, const 
            float* v, u32 hidden, u32 width_cap)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(DeepDownShared, s);
-    u32 total = fn_ld(n_tiles) * (hidden / 128u), stride = gridDim.x * gridDim.y;
-    u32 first = blockIdx.x + gridDim.x * blockIdx.y;
-    if (fn_ld(&round->n_rows) == 0 || first >= total) return;
+    if (fn_ld(&round->n_rows) == 0 || blockIdx.x >= fn_ld(n_tiles) * (hidden / 128u)) return;
+    Piece p(blockIdx.x, hidden, tiles, lines);
     Deep deep(s.deep);
     if (deep.loads()) {
         deep.begin_loads();
-        for (u32 i = first; i < total; i += stride) {
-            Piece p(i, hidden, tiles, lines);
-            deep.load(p.tile.n_rows, p.weights(hidden), p.rows(h, width_cap));
-        }
+        deep.load(p.tile.n_rows, p.weights(hidden), p.rows(h, width_cap));
         return;
     }
     deep.begin_dots();
-    for (u32 i = first; i < total; i += stride) {
-        Piece p(i, hidden, tiles, lines);
-        if (p.tile.n_rows <= 64u)
-            run<8>(deep, s, p, h, v, hidden, width_cap);
-        else
-            run<16>(deep, s, p, h, v, hidden, width_cap);
-    }
+    if (p.tile.n_rows <= 64u)
+        run<8>(deep, s, p, h, v, hidden, width_cap);
+    else
+        run<16>(deep, s, p, h, v, hidden, width_cap);
 }

@@ -4,9 +4,8 @@
 //             width_cap): channels below line.width of the tiles' rows.  hidden, line.width, width_cap,
 //             pairs_cap % 128 == 0.  Other positions are not written; of x they are read at most up to
 //             the next multiple of 64 and meet nothing.
-// Launch      any grid, block 384, shared DeepGuShared: blocks stride over the n_tiles * width_cap / 128
-//             pieces of 128 channels of a tile; what the next piece needs is loaded while one is finished.
-//             Elsewhere than on sm_90a, where shared memory is small, a piece is done 64 rows at a time, and
+// Launch      grid (at least n_tiles * width_cap / 128), block 384, shared DeepGuShared: a block a piece of 128
+//             channels of a tile, those of one tile neighbours.  Elsewhere than on sm_90a, where shared memory is small, a piece is done 64 rows at a time, and
 //             the finished gate lies in the other half of the tile.
 // Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, line.width, 1) segments;  gate, up:
 //             part_sum_v1, Hadamard, * svh;  h = silu(gate) * up;  operand of down: h * suh, Hadamard,
@@ -25,7 +24,7 @@ struct DeepGuShared {
     float gate[FN_DEEP_ROWS][128];
 #endif
 };
-typedef FnDeep<FnDeepShared<4, 8192>> Deep;
+typedef FnDeep<FnDeepShared<4, 8192>, FN_DEEP_EXL3> Deep;
 
 FN_DEVICE float* gate_row(DeepGuShared& s, u32 row) {
 #ifdef FN_HOPPER
@@ -119,37 +118,29 @@ FN_KERNEL((const FnRound* round, const FnTile* tiles, const u32* n_tiles, const 
            u16* h, u32 hidden, u32 width_cap, u32 pairs_cap)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(DeepGuShared, s);
-    u32 total = fn_ld(n_tiles) * (width_cap / 128u), stride = gridDim.x * gridDim.y;
-    u32 first = blockIdx.x + gridDim.x * blockIdx.y;
-    if (fn_ld(&round->n_rows) == 0 || first >= total) return;
+    if (fn_ld(&round->n_rows) == 0 || blockIdx.x >= fn_ld(n_tiles) * (width_cap / 128u)) return;
+    Piece piece(blockIdx.x, width_cap, tiles, lines);
+    if (!piece.live) return;
     const u16* x_up = x + (u64)pairs_cap * hidden;
     Deep deep(s.deep);
     if (deep.loads()) {
         deep.begin_loads();
-        for (u32 i = first; i < total; i += stride) {
-            Piece piece(i, width_cap, tiles, lines);
-            if (!piece.live) continue;
-            deep.load(piece.live, piece.weights(piece.line->gate, hidden), piece.rows(x, hidden));
-            deep.load(piece.live, piece.weights(piece.line->up, hidden), piece.rows(x_up, hidden));
-        }
+        deep.load(piece.live, piece.weights(piece.line->gate, hidden), piece.rows(x, hidden));
+        deep.load(piece.live, piece.weights(piece.line->up, hidden), piece.rows(x_up, hidden));
         return;
     }
     deep.begin_dots();
-    for (u32 i = first; i < total; i += stride) {
-        Piece piece(i, width_cap, tiles, lines);
 #ifdef FN_HOPPER
-        if (!piece.live) continue;
-        if (piece.live <= 64u)
-            run<8>(deep, s, piece, x, x_up, h, hidden, width_cap);
-        else
-            run<16>(deep, s, piece, x, x_up, h, hidden, width_cap);
+    if (piece.live <= 64u)
+        run<8>(deep, s, piece, x, x_up, h, hidden, width_cap);
+    else
+        run<16>(deep, s, piece, x, x_up, h, hidden, width_cap);
 #else
-        u32 end = piece.first + piece.live;
+    u32 end = piece.first + piece.live;
 #pragma unroll 1
-        for (; piece.first < end; piece.first += 64u) {
-            piece.live = fn_min_u32(end - piece.first, 64u);
-            run<8>(deep, s, piece, x, x_up, h, hidden, width_cap);
-        }
-#endif
+    for (; piece.first < end; piece.first += 64u) {
+        piece.live = fn_min_u32(end - piece.first, 64u);
+        run<8>(deep, s, piece, x, x_up, h, hidden, width_cap);
     }
+#endif
 }

@@ -63,7 +63,7 @@ def _linear(case: Case, seed: int) -> Operands:
                 _check_linear(f"linear {j}", got[:rows], operands[j], weights[j], dot, svh.get(j), bias.get(j))
 
     return launch.finished(
-        (max(1, first * -(-cap // 128) - 1), 1, 1),  # one block takes two tiles
+        (first * -(-cap // 128), 1, 1),
         [f"out{j}" for j in range(len(launch.dots))],
         expect,
         {"n_linears": len(launch.dots)},

@@ -28,7 +28,8 @@ __all__ = ["DeepPass", "address_of"]
 class DeepPass(Owner):
     """Owns the buffers of the deep pass.  spans: of a rank, by name; holds: what its launches use.
 
-    The first launch of every kernel is made here, on no rows: the driver loads it now, not in a request.
+    All launches are bound here, and the first of every kernel is made, on no rows: the driver loads it now,
+    not in a request.
     Raises OutOfMemory or another DriverError with everything given back.
     """
 
@@ -69,10 +70,10 @@ class DeepPass(Owner):
 
     def steps(self, rows: int) -> list[Step]:
         """The walk of a chunk for grids of `rows` rows as plain data, in the order of `launches`."""
-        return deep_steps(self.layout, rows, self._ctx.facts.n_sms, *self._forms)
+        return deep_steps(self.layout, rows, *self._forms)
 
     def launches(self, rows: int) -> list[Launch]:
-        """The launches of a chunk; rows: one of layout.buckets().  Bound once."""
+        """The launches of a chunk; rows: one of layout.buckets()."""
         if rows not in self._launches:
             self._launches[rows] = [self._bind(step) for step in self.steps(rows)]
         return self._launches[rows]
@@ -94,6 +95,8 @@ class DeepPass(Owner):
 
     def _warm(self) -> None:
         rows = self.layout.buckets()[0]
+        for bucket in self.layout.buckets():
+            self.launches(bucket)
         self.buffers.publish(self._stream, (), rows)
         seen: set[str] = set()
         for launch in self.launches(rows):

@@ -24,21 +24,20 @@ __all__ = ["deep_steps"]
 
 
 def deep_steps(
-    deep: DeepLayout, rows: int, n_sms: int, embed_bf16: bool, ngram_bits: Mapping[int, int]
+    deep: DeepLayout, rows: int, embed_bf16: bool, ngram_bits: Mapping[int, int]
 ) -> list[Step]:
     """Everything from token ids to the streams after the last layer.
 
-    rows: of the grids, one of deep.buckets().  n_sms: of the device: kernels whose blocks stride over their
-    tiles get one block each.  embed_bf16, ngram_bits: as steps.body_steps.
+    rows: of the grids, one of deep.buckets().  embed_bf16, ngram_bits: as steps.body_steps.
     """
-    return list(_Walk(deep, rows, n_sms).steps(embed_bf16, ngram_bits))
+    return list(_Walk(deep, rows).steps(embed_bf16, ngram_bits))
 
 
 class _Walk:
     """One bucket's steps."""
 
-    def __init__(self, deep: DeepLayout, rows: int, n_sms: int) -> None:
-        self.deep, self.rows, self.n_sms = deep, rows, n_sms
+    def __init__(self, deep: DeepLayout, rows: int) -> None:
+        self.deep, self.rows = deep, rows
         self.layout, self.c = deep.layout, deep.layout.config
         self.blocks = rows // ROW_STEP
         self.runs = min(rows, deep.runs_cap)
@@ -83,10 +82,6 @@ class _Walk:
             yield from self._moe(i_layer)
             pending = True
 
-    def _strided(self, n_tiles: int) -> tuple[int]:
-        """Grid of a kernel whose blocks stride over n_tiles."""
-        return (min(n_tiles, self.n_sms),)
-
     def _add(self) -> dict[str, Value]:
         return {"streams": "d_streams", "y": "d_y", "inject": "d_inject", "hidden": self.c.hidden}
 
@@ -122,7 +117,7 @@ class _Walk:
         )
         yield Step(
             "deep_site_up",
-            self._strided(c.hidden // 32 * self.blocks),
+            (c.hidden // 32 * self.blocks,),
             {
                 "linear": f"{name}.up.deep",
                 "streams": "d_streams",
@@ -139,7 +134,7 @@ class _Walk:
         members = self.layout.groups[group].members
         return Step(
             "deep_linear",
-            self._strided(sum(deep_tiles(m.n) for m in members) * self.blocks),
+            (sum(deep_tiles(m.n) for m in members) * self.blocks,),
             {"linears": f"{group}.deep", "n_linears": len(members)},
             group,
         )
@@ -375,7 +370,7 @@ class _Walk:
         )
         yield Step(
             "moe_deep_gu",
-            self._strided(width // 128 * tiles_cap),
+            (width // 128 * tiles_cap,),
             {
                 **lines,
                 **tiles,
@@ -389,7 +384,7 @@ class _Walk:
         )
         yield Step(
             "moe_deep_down",
-            self._strided(c.hidden // 128 * tiles_cap),
+            (c.hidden // 128 * tiles_cap,),
             {**lines, **tiles, "h": "d_moe_h", "v": "d_moe_v", "hidden": c.hidden, "width_cap": width},
             scope,
         )
