@@ -92,7 +92,7 @@ def test_steps_fit_the_declarations(rows: int, monkeypatch: pytest.MonkeyPatch) 
     specs = {spec.name: spec for family in catalog.families() for spec in catalog.specs(family)}
     ours = {name for name in made.span_bytes() if name.startswith("d_")}
     windows: dict[str, list[tuple[int, int]]] = {}
-    for step in deep_steps(made, rows, 132, True, {1: 4}):
+    for step in deep_steps(made, rows, True, {1: 4}):
         assert {arg.name for arg in specs[step.kernel].args} == {"round", *step.args}, step.kernel
         assert all(isinstance(part, int) and 1 <= part < 65536 for part in step.grid), step
         named = {str(v).partition("+")[0] for v in step.args.values() if isinstance(v, str)}
