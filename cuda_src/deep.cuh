@@ -374,7 +374,7 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
     template <u32 ROW_TILES, class Source> FN_DEVICE void by_blocks(const Walk& walk, float (&sum)[ROW_TILES][4]) {
         FnDeepSum<ROW_TILES> units_sum;
         Source source(walk.format);
-        u32 a[2][4], first = i_block, last = first + walk.units * (walk.steps / 4u);
+        u32 a[2][4] = {}, first = i_block, last = first + walk.units * (walk.steps / 4u);
         fetch(source);
         source.operand(0, a[0]);
 #pragma unroll 1
@@ -392,6 +392,7 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
                     fn_wgmma(d, a[step & 1u], rows + 2u * step);
                     fn_wgmma_commit();
                     fn_wgmma_wait<1>();
+                    fn_hold(a[step + 1u & 1u]);
                     if (step == 0 && i_block > first) release(i_block - 1u);
                     if (step < 3) source.operand(step + 1u, a[step + 1u & 1u]);
                 }
@@ -404,6 +405,7 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
             fn_hold(d);
             fn_wgmma_wait<0>();
             fn_hold(d);
+            fn_hold(a[1]);
             units_sum.add(walk.leaves, walk.segments, d, sum);
         }
         release(last - 1u);

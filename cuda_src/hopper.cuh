@@ -85,6 +85,13 @@ template <int TILES> FN_DEVICE void fn_hold(float (&d)[TILES][4]) {
         for (int i = 0; i < 4; i++) asm volatile("" : "+f"(d[j][i])::"memory");
 }
 
+// The same for the registers of an A operand: they are read while a wgmma runs, and ptxas takes them for free once it
+// is issued.  To be said behind the wait for it.
+FN_DEVICE void fn_hold(u32 (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[i])::"memory");
+}
+
 // A tile image in shared memory (rows of 128 bytes, 128-byte swizzle, K-major) as a B operand: start / 16; 8 rows
 // = 1024 bytes; swizzle mode 1.  A k step further is + 2 (32 bytes).
 FN_DEVICE u64 fn_tile_descriptor(const void* image) {
