@@ -37,7 +37,7 @@ FEW = settings(
     max_examples=26, derandomize=True, database=None, deadline=None, phases=(Phase.explicit, Phase.generate),
     suppress_health_check=list(HealthCheck),
 )
-MANY = settings(FEW, max_examples=400, derandomize=False)
+MANY = settings(FEW, max_examples=200, derandomize=False)
 EDGES = (1, 2, 3, 4, 5, 7, 13, 15, 16, 17, 31, 37, 61, 63, 64, 65, 79, 83, 127, 128, 129)
 LEAN = {  # one expert a token, wider than the shared one; 16 query heads a kv head; 5 value heads a key head
     "hidden_size": 128, "vocab_size": 128, "hc_lowrank": 16, "num_hidden_layers": 2,
