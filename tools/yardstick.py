@@ -3,16 +3,18 @@
 
     python tools/yardstick.py --build DIR --arch sm_90a      # anywhere NVRTC is; needs no GPU
     python tools/yardstick.py --images DIR --out yardstick.json
-    python tools/yardstick.py --device sim                   # shows that the program works; times mean nothing
+    python tools/yardstick.py --device sim                   # shows that it works; times mean nothing
 
-The inexact forms are those of yardstick_forms.py; all other kernels of the pass are the exact ones.  First every
-option runs alone, and for each kernel (products by the part of a layer they serve) the fastest is taken, the
-exact kernel among them: the yardstick is tuned by itself.  Then the exact and the chosen pass run in turns,
-with events between all launches.  The ratio is the exact pass's speed over the yardstick's, the DeltaNet scan
-left out of both.  An option whose logits of the last row are further from the exact ones than --most of
-their standard deviation is not used: a yardstick that computes something else proves nothing.
+The inexact forms are those of yardstick_forms.py; all other kernels of the pass are the exact ones.  First
+every option runs alone, and for each kernel (products by the part of a layer they serve) the fastest is
+taken, the exact kernel among them: the yardstick is tuned by itself.  Then the exact and the chosen pass run
+in turns, with events between all launches.  The ratio is the exact pass's speed over the yardstick's, the
+DeltaNet scan left out of both.  An option whose logits of the last row are further from the exact ones than
+--most of their standard deviation (root mean square) is not used: a yardstick that computes something else
+proves nothing.
 
-Exit 1 when the chosen pass fails that, nothing inexact is left, or, on a GPU, the ratio is below --least.
+Exit 1 when an option or the chosen pass fails that or, on a GPU, nothing inexact is faster than the exact
+kernels or the ratio is below --least.
 """
 
 from __future__ import annotations
@@ -81,10 +83,13 @@ def build_images(folder: Path, arch: str, only: str = "") -> None:
             unit = builder.Unit(name, arch, planted_unit(form.spec, form.control, arch), digest, str(sources))
             data, log = builder._compile(unit)
         (record,) = builder._entry(data, log)["kernels"].values()
+        if "serialized" in log:  # ptxas says so where it cannot leave a wgmma running
+            record["serialized"] = True
         (folder / f"{name}.cubin").write_bytes(data)
         made[name] = {"digest": digest, "arch": arch, **record}
         path.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n")
-        print(f"{name}: {record['regs']} registers, {record['spill_store_bytes']} bytes spilled", flush=True)
+        print(f"{name}: {record['regs']} registers, {record['spill_store_bytes']} bytes spilled"
+              f"{', wgmma one by one' if 'serialized' in record else ''}", flush=True)
 
 
 def load_simulator() -> None:
@@ -241,7 +246,9 @@ def middle(runs: list[Times]) -> Times:
     return {key: median(run[key] for run in runs) for key in runs[0]}
 
 
-def measure(passes: Passes, n_tokens: int, chunk: int, repeats: int, most: float, rates: Rates) -> dict[str, Any]:
+def measure(
+    passes: Passes, n_tokens: int, chunk: int, repeats: int, most: float, rates: Rates
+) -> dict[str, Any]:
     first, floors = passes.timed(n_tokens, chunk, {}, rates)
     groups = list(by_group(first))
     exact_logits = passes.logits(n_tokens, chunk, {})
@@ -318,9 +325,10 @@ def show(found: dict[str, Any]) -> None:
         shares = [k["floor_ms"] / k[ms] if k[ms] else 0.0 for ms in ("exact_ms", "inexact_ms")]
         print(f"{key:<28} {k['exact_ms']:>9.3f} {k['inexact_ms']:>9.3f} {ratio:>6.3f} {k['floor_ms']:>9.3f} "
               f"{shares[0]:>8.1%} {shares[1]:>8.1%}  {k['option']}")
+    share = found["share_of_floor"]
     print(f"{found['tokens']} tokens, chunk {found['chunk']}, without the scan ({found['scan_ms']:.2f} ms, "
-          f"{found['scan_share']:.1%}): exact {found['exact_ms']:.2f} ms ({found['share_of_floor']['exact']:.1%} "
-          f"of the floor), inexact {found['inexact_ms']:.2f} ms ({found['share_of_floor']['inexact']:.1%}); "
+          f"{found['scan_share']:.1%}): exact {found['exact_ms']:.2f} ms ({share['exact']:.1%} of floor), "
+          f"inexact {found['inexact_ms']:.2f} ms ({share['inexact']:.1%}); "
           f"speed of exact / inexact {found['ratio']:.4f}; logits {found['errors']['chosen']:.2e} of their "
           f"deviation away", flush=True)
 
@@ -338,7 +346,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=0, help="default 16384, in the simulator 40")
     parser.add_argument("--chunk", type=int, default=0, help="most rows of a segment; 0: the memory plan's")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--most", type=float, default=5e-2, help="of the logits' deviation: an option's error")
+    parser.add_argument("--most", type=float, default=5e-2, help="an option's error in the logits' deviation")
     parser.add_argument("--least", type=float, default=0.95, help="ratio asked for on a GPU")
     parser.add_argument("--out", help="write a receipt here")
     args = parser.parse_args()
@@ -369,7 +377,7 @@ def main() -> int:
             found["images"] = json.loads((images / "manifest.json").read_text())
         show(found)
         inexact = any(name != EXACT for name in found["choice"].values())
-        good = bool(found["usable"]) and found["errors"]["chosen"] < args.most
+        good = max(found["errors"].values()) < args.most
         good &= simulated or (inexact and found["ratio"] >= args.least)
         if args.out:
             write_receipt(args.out, engine.facts, found | {"ok": good})

@@ -1,9 +1,9 @@
 """Inexact forms of the prompt kernels, made by edits of their real text: what tools/yardstick.py measures.
 
 None is shipped, none is checked for bytes: they give up what exactness costs.  `chain`: all of K in one chain
-of products, whatever units the order names, so no sums of units are kept.  `wide`: with those registers free a
-block takes 256 rows (sm_90a).  `atomic`: experts add their weighted outputs to a row by float atomics, in any
-order.  All of them and `fast`: exp, quotients and rsqrt by the approximate instructions (on a GPU).
+of products, whatever units the order names, so no sums of units are kept.  `wide`: with those registers free
+a block takes 256 rows (sm_90a).  `atomic`: experts add their weighted outputs to a row by float atomics, in
+any order.  All of them and `fast`: exp, quotients and rsqrt by the approximate instructions (on a GPU).
 What must stay true: an edit's old text stands exactly once in its file; a form takes the arguments of the
 kernel it stands for, or others of the same layer.
 """
@@ -111,8 +111,9 @@ _ADD4: Final = """
 // p[0..3] += v, in no order.
 FN_DEVICE void add4(float* p, const float* v) {
 #ifdef FN_HOPPER
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)),
-                 "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+    u64 at = __cvta_generic_to_global(p);
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(v[0]),
+                 "f"(v[1]), "f"(v[2]), "f"(v[3])
                  : "memory");
 #else
     for (u32 i = 0; i < 4; i++) {
@@ -160,13 +161,16 @@ def _atomic(rows: int) -> tuple[Edit, ...]:
 """),
         Edit(_DOWN, "v + (u64)p.tile.first * hidden + p.output;", "v.y + p.output;"),
         Edit(_DOWN, "float* v, u32 hidden, u32 width_cap)) {",
-             "float* y, u32 hidden, u32 width_cap, const FnRoute* routes, const u32* pair_of, u32 n_slots)) {"),
+             "float* y, u32 hidden, u32 width_cap, const FnRoute* routes, const u32* pair_of,\n"
+             "           u32 n_slots)) {"),
         Edit(_DOWN, "    Piece p(blockIdx.x, hidden, tiles, lines);\n",
              "    Piece p(blockIdx.x, hidden, tiles, lines);\n    Adds v = {y, routes, pair_of, n_slots};\n"),
     )
 
 
-def _with(spec: KernelSpec, *, args: tuple[Arg, ...] | None = None, more: int = 0, hopper: int = 0) -> KernelSpec:
+def _with(
+    spec: KernelSpec, *, args: tuple[Arg, ...] | None = None, more: int = 0, hopper: int = 0
+) -> KernelSpec:
     """more: shared bytes added.  hopper: all of them on sm_90a."""
     return replace(
         spec,
@@ -243,7 +247,8 @@ _LINEAR_WIDE: Final = _form(
     Edit(_LINEAR, "((n_rows + FN_DEEP_ROWS - 1u) / FN_DEEP_ROWS);", "((n_rows + 255u) / 256u);"),
     Edit(_LINEAR, "    deep.spill(sum);\n    finish(s, *t.linear, t.tile, t.row0, t.live);\n",
          _parts("finish(s, *t.linear, t.tile, t.row0 + begin, live);", "t.live")),
-    Edit(_LINEAR, "    if (t.live <= 64u)\n        run<8>(deep, s, t);\n    else\n        run<16>(deep, s, t);",
+    Edit(_LINEAR,
+         "    if (t.live <= 64u)\n        run<8>(deep, s, t);\n    else\n        run<16>(deep, s, t);",
          "    if (t.live <= 128u)\n        run<16>(deep, s, t);\n    else\n        run<32>(deep, s, t);"),
     hopper=True,
 )
@@ -261,7 +266,8 @@ _INPUT_WIDE: Final = _form(
     hopper=True,
 )
 _DOWN_ROWS: Final = (
-    Edit(_DOWN, "    if (p.tile.n_rows <= 64u)\n        run<8>(deep, s, p, h, v, hidden, width_cap);\n    else\n",
+    Edit(_DOWN, "    if (p.tile.n_rows <= 64u)\n        run<8>(deep, s, p, h, v, hidden, width_cap);\n"
+         "    else\n",
          """    if (p.tile.n_rows > 128u)
         run<32>(deep, s, p, h, v, hidden, width_cap);
     else if (p.tile.n_rows <= 64u)
