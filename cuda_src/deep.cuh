@@ -4,8 +4,8 @@
 // linear_gemv and linear_finish, byte for byte: one chain of k16 mma steps a unit, k rising, from zero (orders
 // exl3_dot_v1, plain_dot_v1), units added by part_sum_v1.
 //   sm_90a   a loading warp brings weights and rows of 64 k at a time into a ring in shared memory (bulk copies,
-//            mbarriers); a warpgroup decodes the weights of 64 outputs into registers, the A operand of wgmma, while
-//            the wgmma of the 64 k before run.  bf16 weights take mma.sync there too: their operand has two halves.
+//            mbarriers); a warpgroup decodes the weights of 64 outputs into an operand image while the wgmma of the
+//            64 k before run.  bf16 weights take mma.sync there too: their operand has two halves.
 //   else     all threads copy the rows of 64 k; weights come from memory; mma.sync.
 //
 // Use, by all threads of the block:
@@ -300,6 +300,9 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
     // sum -> tile[row][output], for all to read.
     template <u32 ROW_TILES> FN_DEVICE void spill(const float (&sum)[ROW_TILES][4]) {
         u32 thread = fn_thread_here(), lane = thread & 31u, warp = thread >> 5;
+#ifdef FN_HOPPER
+        meet();  // nobody's products read their weights in there any more
+#endif
         if (warp < FN_DEEP_WARPS) {
             float* at = &s.tile[2u * (lane & 3u)][16u * warp + (lane >> 2)];
 #pragma unroll
@@ -358,7 +361,7 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
     struct Walk { u32 format, leaves, segments, units, steps; };  // steps: k steps of a unit
 
     // Decoded weights of the present block of n steps; waits for its stage.
-    FN_DEVICE void decode(u32 format, u32 n, u32 (&a)[4][4]) {
+    FN_DEVICE void decode_steps(u32 format, u32 n, u32 (&a)[4][4]) {
         u32 bytes = step_bytes(format), stage = i_block % STAGES, warp = fn_thread_here() >> 5;
         fn_barrier_wait(&s.full[stage], (i_block / STAGES) & 1u);
         bool exl3 = (format & 255u) == FN_FORMAT_EXL3;
@@ -369,14 +372,14 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
         if ((fn_thread_here() & 31u) == 0) fn_barrier_arrive(&s.empty[block % STAGES]);
     }
 
-    // Units are whole blocks of 64 k.  A step's weights are decoded while the products of the step before run, also
-    // across blocks and units.
+    // Units are whole blocks of 64 k.  A block's weights are decoded into one of two operand images of the warpgroup
+    // (they lie where the finished tile comes to lie) while the products of the block before run, also across units.
     template <u32 ROW_TILES, class Source> FN_DEVICE void by_blocks(const Walk& walk, float (&sum)[ROW_TILES][4]) {
         FnDeepSum<ROW_TILES> units_sum;
         Source source(walk.format);
-        u32 a[2][4] = {}, first = i_block, last = first + walk.units * (walk.steps / 4u);
-        fetch(source);
-        source.operand(0, a[0]);
+        u32 group = fn_shfl(fn_thread_here() >> 7, 0u), first = i_block, last = first + walk.units * (walk.steps / 4u);
+        u8* operand = reinterpret_cast<u8*>(s.tile) + 16384u * group;
+        decode(source, operand);
 #pragma unroll 1
         for (u32 unit = 0; unit < walk.units; unit++) {
             float d[ROW_TILES][4];
@@ -385,35 +388,38 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
             fn_hold(d);
 #pragma unroll 1
             while (i_block < end) {
+                fn_async_fence();
+                fn_named_barrier(2u + group, 128u);
+                u64 weights = fn_tile_descriptor(operand + 8192u * (i_block & 1u));
                 u64 rows = fn_tile_descriptor(s.rows[i_block % STAGES]);
+                fn_wgmma_fence();
 #pragma unroll
-                for (u32 step = 0; step < 4; step++) {
-                    fn_wgmma_fence();
-                    fn_wgmma(d, a[step & 1u], rows + 2u * step);
-                    fn_wgmma_commit();
-                    fn_wgmma_wait<1>();
-                    fn_hold(a[step + 1u & 1u]);
-                    if (step == 0 && i_block > first) release(i_block - 1u);
-                    if (step < 3) source.operand(step + 1u, a[step + 1u & 1u]);
-                }
+                for (u32 i = 0; i < 4; i++) fn_wgmma(d, weights + 2u * i, rows + 2u * i);
+                fn_wgmma_commit();
+                fn_wgmma_wait<1>();
+                if (i_block > first) release(i_block - 1u);
                 i_block++;
-                if (i_block < last) {
-                    fetch(source);
-                    source.operand(0, a[0]);
-                }
+                if (i_block < last) decode(source, operand);
             }
             fn_hold(d);
             fn_wgmma_wait<0>();
             fn_hold(d);
-            fn_hold(a[1]);
             units_sum.add(walk.leaves, walk.segments, d, sum);
         }
         release(last - 1u);
     }
-    template <class Source> FN_DEVICE void fetch(Source& source) {
-        u32 stage = i_block % STAGES;
+    // The present block's weights into the warp's 16 rows of operand image i_block % 2; waits for the stage.
+    template <class Source> FN_DEVICE void decode(Source& source, u8* operand) {
+        u32 stage = i_block % STAGES, thread = fn_thread_here(), lane = thread & 31u;
         fn_barrier_wait(&s.full[stage], (i_block / STAGES) & 1u);
-        source.load(s.weights[stage], fn_thread_here() >> 5);
+        source.load(s.weights[stage], thread >> 5);
+        u8* row = operand + 8192u * (i_block & 1u) + 128u * ((thread >> 1 & 48u) + (lane & 15u));
+#pragma unroll
+        for (u32 step = 0; step < 4; step++) {
+            u32 a[4];
+            source.operand(step, a);
+            fn_stmatrix_x4(row + ((2u * step + (lane >> 4) ^ (lane & 7u)) << 4), a);
+        }
     }
 
     // bf16 weights, whose operand comes in two halves, and units that end inside a block.
@@ -428,7 +434,7 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
 #pragma unroll 1
             while (at < end) {
                 u32 n = fn_min_u32((at & ~3u) + 4u, end) - at, a[4][4];
-                decode(walk.format, n, a);
+                decode_steps(walk.format, n, a);
 #pragma unroll
                 for (u32 i = 0; i < 4; i++)
                     if (i < n)
