@@ -195,23 +195,28 @@ _DOWN_ATOMIC: Final = _form(
 # ---- 256 rows a block: the finished tile holds 64 of them at a time
 
 _D: Final = ", ".join
-_WGMMA: Final = (
-    """FN_DEVICE void fn_wgmma(float (&d)[32][4], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "{\\n.reg .pred p;\\nsetp.ne.b32 p, 1, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
-        \""""
-    + _D(f"%{i}" for i in range(128))
-    + """"
-        "}, {%128, %129, %130, %131}, %132, p, 1, 1, 0;\\n}"
-        : """
-    + _D(f"FN_D4({j})" for j in range(32))
-    + """
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
 
-#undef FN_D4
+
+def _wgmma(argument: str, operand: str, given: str, b: int, more: str) -> str:
+    """wgmma of 256 rows, in the words of hopper.cuh.  argument, operand, given: its A operand as a parameter,
+    in PTX and as inputs of the asm; b: number of the B operand there; more: modifiers at the end."""
+    return f"""FN_DEVICE void fn_wgmma(float (&d)[32][4], {argument}, u64 b) {{
+    asm volatile(
+        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, 1, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {{"
+        "{_D(f"%{i}" for i in range(128))}"
+        "}}, {operand}, %{b}, p, 1, 1, 0{more};\\n}}"
+        : {_D(f"FN_D4({j})" for j in range(32))}
+        : {given}, "l"(b));
+}}
 """
+
+
+_REGISTERS: Final = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])'
+_WGMMA: Final = (  # A in registers or in shared memory
+    _wgmma("const u32 (&a)[4]", "{%128, %129, %130, %131}", _REGISTERS, 132, "")
+    + _wgmma("u64 a", "%128", '"l"(a)', 129, ", 0")
+    + "\n#undef FN_D4\n"
 )
 _WIDE: Final = (
     *_CHAIN,
@@ -226,7 +231,8 @@ _WIDE: Final = (
 def _parts(finish: str, live: str) -> str:
     """Spill and finish 64 rows at a time.  finish: what is done with `live` rows from row `begin` of the
     block on; live: of the block."""
-    return f"""#pragma unroll
+    return f"""    deep.meet();  // operands may lie where the tile comes to lie
+#pragma unroll
     for (u32 part = 0; part < ROW_TILES; part += 8u) {{
         u32 begin = 8u * part;
         if (begin >= {live}) continue;
