@@ -231,16 +231,15 @@ _WIDE: Final = (
 def _parts(finish: str, live: str) -> str:
     """Spill and finish 64 rows at a time.  finish: what is done with `live` rows from row `begin` of the
     block on; live: of the block."""
-    return f"""    deep.meet();  // operands may lie where the tile comes to lie
-#pragma unroll
+    return f"""#pragma unroll
     for (u32 part = 0; part < ROW_TILES; part += 8u) {{
         u32 begin = 8u * part;
         if (begin >= {live}) continue;
         u32 live = fn_min_u32({live} - begin, 64u);
         deep.spill(reinterpret_cast<const float (&)[8][4]>(sum[part]));
         {finish}
-        deep.meet();
     }}
+    deep.meet();
 """
 
 
