@@ -44,7 +44,9 @@ TINY = {"gdn_in": "mul1_5 256x128; f16 256x5", "site_up": "f16 32x512"}
 def build(bench: Bench, name: str, texts: str, rows: int) -> Built:
     dots = [parse_linear(text) for text in texts.split(";")]
     cap = -(-rows // 128) * 128
-    sizes = [weight_bytes(d) + 2 * (d.k + d.n) + cap * -(-d.k // 64) * 128 + cap * d.n * 4 + 4096 for d in dots]
+    sizes = [
+        weight_bytes(d) + 2 * (d.k + d.n) + cap * -(-d.k // 64) * 128 + cap * d.n * 4 + 4096 for d in dots
+    ]
     site = 4 * cap * (dots[0].n + 8 + dots[0].n // 4) + 8 * dots[0].n if name == "site_up" else 0
     arena = bench.arena("deep", sum(sizes) + site + (1 << 16))
     table, first = np.zeros(len(dots), LINEAR), 0
@@ -68,7 +70,13 @@ def build(bench: Bench, name: str, texts: str, rows: int) -> Built:
 
 
 def _describe(bench: Bench, arena: Any, one: Any, dot: Dot, cap: int) -> None:
-    one["k"], one["n"], one["leaves"], one["segments"], one["tiled"] = dot.k, dot.n, dot.leaves, dot.segments, 1
+    one["k"], one["n"], one["leaves"], one["segments"], one["tiled"] = (
+        dot.k,
+        dot.n,
+        dot.leaves,
+        dot.segments,
+        1,
+    )
     one["w"]["format"] = dot.format
     one["w"]["data"] = bench.filled(arena, "w", weight_bytes(dot), dot.dtype != "exl3").address
     if dot.dtype == "exl3":
@@ -78,7 +86,9 @@ def _describe(bench: Bench, arena: Any, one: Any, dot: Dot, cap: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("sim", "cuda", "auto"), default="auto")
     parser.add_argument("--out", type=Path, help="JSON receipt")
     parser.add_argument("--only", default="", help="shapes whose name contains this")
@@ -103,9 +113,16 @@ def main() -> int:
                     best = min(measure(bench, built, 1 if sim else options.launches, options.replays))
                 floor = built.bytes_moved / options.peak * 1e6  # here: operations
                 rate = built.bytes_moved / best * 1e-6 if best else 0.0
-                print(f"{name:10} rows {rows:6} {best:9.1f} us {rate:7.1f} TFLOP/s, floor {floor:8.1f} us "
-                      f"({100 * floor / best if best else 0:.0f}%)", flush=True)
-                results[f"{name}/rows{rows}"] = {"us_best": best, "flop": built.bytes_moved, "floor_us": floor}
+                print(
+                    f"{name:10} rows {rows:6} {best:9.1f} us {rate:7.1f} TFLOP/s, floor {floor:8.1f} us "
+                    f"({100 * floor / best if best else 0:.0f}%)",
+                    flush=True,
+                )
+                results[f"{name}/rows{rows}"] = {
+                    "us_best": best,
+                    "flop": built.bytes_moved,
+                    "floor_us": floor,
+                }
         if options.out:
             write_receipt(options.out, bench.ctx.facts, results)
     return 0

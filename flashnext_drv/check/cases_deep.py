@@ -60,7 +60,9 @@ def _linear(case: Case, seed: int) -> Operands:
             got = arrays[f"out{j}"]
             untouched(f"linear {j}: outputs", got[rows:])
             if rows:
-                _check_linear(f"linear {j}", got[:rows], operands[j], weights[j], dot, svh.get(j), bias.get(j))
+                _check_linear(
+                    f"linear {j}", got[:rows], operands[j], weights[j], dot, svh.get(j), bias.get(j)
+                )
 
     return launch.finished(
         (first * -(-cap // 128), 1, 1),

@@ -42,7 +42,9 @@ def _linear_cases() -> tuple[Case, ...]:
         for i, (codebook, bits) in enumerate(PAIRS)
     ]
     cases += [
-        _case("onehot", "mul1_3 128x128; mul1_1.5 128x128; mcg_4 128x128; 3inst_7 128x128", 9, 64, data="onehot"),
+        _case(
+            "onehot", "mul1_3 128x128; mul1_1.5 128x128; mcg_4 128x128; 3inst_7 128x128", 9, 64, data="onehot"
+        ),
         _case("f16", "f16 80x1; f16 48x129; f16 128x48", 3, 64),
         _case("bf16", "bf16 48x4; bf16 144x20", 10, 64),
         _case("one_step", "f16 16x33; bf16 16x16", 2, 64),

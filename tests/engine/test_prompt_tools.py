@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import bench_prefill
 import prompt_equality
+import prompt_suite
 
 from flashnext_drv.engine.engine import Engine
 
@@ -96,3 +97,20 @@ def test_left_overs_differ_in_every_part() -> None:
     assert left.differs(prompt_equality.Left({4: "b", 9: "x"}, {"L0.k": "c", "L0.v": "d"}, [1, 2])) == []
     other = prompt_equality.Left({4: "z"}, {"L0.k": "c"}, [1, 3])
     assert left.differs(other) == ["1 rows of logits, first 4", "1 state arrays, first L0.v", "tokens"]
+
+
+def test_prompt_suite_runs_its_parts_on_one_engine(
+    micro: Path, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [
+        "prompt_suite.py", "--pack", str(micro), "--device", device, "--out", str(tmp_path), "--repeats", "1",
+        "--parts", "speed,equality,curve,long"])
+    assert prompt_suite.main() == 0
+    assert "FAIL" not in capsys.readouterr().out
+    found = {name: json.loads((tmp_path / f"prompt-{name}.json").read_text())["results"]
+             for name in ("speed", "equality", "curve", "long")}
+    assert all(part["ok"] for part in found.values())
+    assert [len(run["cases"]) for run in found["equality"]["runs"]] == [3, 4]
+    assert found["long"]["tokens"] == found["long"]["limits"]["context_tokens"] == 128
+    assert (tmp_path / "prompt-curve.svg").exists()
