@@ -3,9 +3,9 @@
 
     python3 tools/bench_deep.py --device cuda --out bench_deep.json [--only gdn] [--rows 2048,16384]
 
-Each shape runs as one captured graph of launches.  The floor is the products' operations (padding not counted)
-over the peak, an argument whose default is an H200's: 989 TFLOP/s of f16.  With --device sim the shapes are tiny
-and the times mean nothing: it only shows that the program works.
+Each shape runs as one captured graph of launches.  The floor is the products' operations (padding not
+counted) over the peak, an argument whose default is an H200's: 989 TFLOP/s of f16.  With --device sim the
+shapes are tiny and the times mean nothing: it only shows that the program works.
 """
 
 from __future__ import annotations

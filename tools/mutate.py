@@ -60,12 +60,27 @@ _WHOLE = ("tests/faults/test_graph_fallback.py", "tests/engine/test_memory.py", 
           "tests/faults/test_sweep.py")
 _DEEP = ("tests/host/test_deep_layout.py", "tests/engine/test_prefill.py",
          "tests/engine/test_prefill_refused.py")
+_PROMPT = ("tests/engine/test_prefill.py", *_ENGINE)
 TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("cuda_src/tables.cuh", ("tests/host/test_tables.py", "tests/host/test_catalog.py"),
      ("tests/contracts/test_exl3.py", *_ENGINE)),
     ("cuda_src/exl3.cuh", ("tests/contracts/test_exl3.py",),
      ("tests/contracts/test_moe.py", "tests/contracts/test_moe_gemv.py", "tests/contracts/test_glue.py",
       *_ENGINE)),
+    *((f"cuda_src/{start}", (f"tests/contracts/test_{family}.py",), then) for start, family, then in (
+        ("deep.cuh", "deep", ("tests/contracts/test_moe_deep.py", *_PROMPT)),
+        ("deep/", "deep", _PROMPT),
+        ("moe/moe_deep", "moe_deep", _PROMPT),
+        ("moe/moe_plan", "moe_deep", _PROMPT),
+        ("moe/rows4", "moe_deep", _PROMPT),
+        ("async.cuh", "gdn", ("tests/contracts/test_attn.py", *_PROMPT)),
+        ("gdn/gdn_scan", "gdn", _PROMPT),
+        ("gdn/gdn_deep_input", "gdn", _PROMPT),
+        ("attn/qsa_deep", "attn", _PROMPT),
+        ("attn/index_score_deep", "attn", _PROMPT),
+        ("token/ple_gate", "token", _PROMPT),
+        ("token/ple_conv", "token", _PROMPT),
+        ("token/ple_tail", "token", _PROMPT))),
     ("cuda_src/moe/moe_gemv", ("tests/contracts/test_moe_gemv.py",), _ENGINE),
     ("cuda_src/moe/gemv_slot", ("tests/contracts/test_moe_gemv.py",), _ENGINE),
     ("cuda_src/math.cuh", ("tests/contracts/test_math.py",),

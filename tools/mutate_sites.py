@@ -138,8 +138,27 @@ _CONSTANT = re.compile(r"(?:const u32 \w+ = |#define \w+ )(\d+)(?=u?\s*(?:;|$))"
 
 
 def _code_only(text: str) -> str:
-    """The text with comments and strings blanked, at the same offsets."""
-    return _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text)
+    """The text with comments, strings and what no simulator compiles blanked, at the same offsets."""
+    code = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text)
+    taken: list[bool] = []          # of the conditions around: whether the simulator takes this branch
+    undecided: list[bool] = []      # ... or a name decides that is not the machine's
+    lines = []
+    for line in code.splitlines(keepends=True):
+        words = line.replace("#", "# ", 1).split()
+        if words[:2] in (["#", "ifdef"], ["#", "ifndef"]):
+            known = {"FN_SIM": True, "FN_HOPPER": False}.get(words[2])
+            taken.append(True if known is None else known == (words[1] == "ifdef"))
+            undecided.append(known is None)
+        elif words[:2] == ["#", "if"]:
+            taken.append(True)
+            undecided.append(True)
+        elif words[:2] == ["#", "else"]:
+            taken[-1] = undecided[-1] or not taken[-1]
+        elif words[:2] == ["#", "endif"]:
+            taken.pop()
+            undecided.pop()
+        lines.append(line if all(taken) else re.sub(r"[^\n]", " ", line))
+    return "".join(lines)
 
 
 def _cpp_edits(path: str, code: str) -> Iterator[_Edit]:

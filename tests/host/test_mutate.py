@@ -67,6 +67,17 @@ def test_sites_of_a_kernel() -> None:
         ("guard", 8, "if (x[i] && i < n) continue;", ";")]
 
 
+def test_nothing_is_found_where_the_simulator_does_not_look() -> None:
+    """A mutant in a form for GPUs alone would be missed by every test here."""
+    text = ("#ifdef FN_HOPPER\nbool a = x < 1;\n#else\nbool b = x < 2;\n#endif\n"
+            "#ifdef FN_SIM\nbool c = x < 3;\n#ifndef FN_HOPPER\nbool d = x < 4;\n#endif\n#else\n"
+            "#if OTHER\nbool e = x < 5;\n#endif\n#endif\n"
+            "#ifdef OTHER\nbool f = x < 6;\n#else\nbool g = x < 7;\n#endif\n")
+    lines = text.splitlines()
+    seen = {lines[m.line - 1][5] for m in mutate_sites.find_cpp("cuda_src/a.cu", text)}
+    assert seen == set("bcdfg")
+
+
 def test_sites_of_a_module() -> None:
     assert found(mutate_sites.find_python("flashnext_drv/state/tables.py", MODULE)) == [
         ("bound", 14, "1", "0"), ("bound", 19, "1", "0"),

@@ -1,0 +1,85 @@
+"""The dense products of a prompt against their contract: every case, the scheduler's order, rows in other
+company, and planted faults that the expectations must report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from flashnext_drv.check import contract
+from flashnext_drv.check.contract import CheckDevice
+from flashnext_drv.check.operands import same_bits, untouched
+from flashnext_drv.kernels import deep
+from flashnext_drv.kernels.spec import Case
+from flashnext_drv.sim import control
+
+Give = Callable[[str], CheckDevice]
+ALL = [(spec.name, case) for spec in deep.KERNELS for case in spec.cases]
+
+
+@pytest.fixture(scope="module")
+def device(check_device: Give) -> CheckDevice:
+    return check_device("deep")
+
+
+def find(kernel: str, name: str, rows: int | None = None) -> Case:
+    base = next(case for known, case in ALL if known == kernel and case.name == name)
+    return base if rows is None else Case(name, {**base.dims, "rows": rows})
+
+
+@pytest.mark.parametrize(("kernel", "case"), ALL, ids=[f"{k}-{c.name}" for k, c in ALL])
+def test_case_meets_its_expectation(device: CheckDevice, kernel: str, case: Case, case_seed: int) -> None:
+    contract.run_case(device, kernel, case, case_seed)
+
+
+@pytest.mark.parametrize(("kernel", "name"), [("deep_linear", "mixed"), ("deep_site_up", "rows3")])
+def test_order_of_lanes_warps_and_blocks_does_not_matter(
+    device: CheckDevice, device_name: str, kernel: str, name: str
+) -> None:
+    if device_name != "sim":
+        pytest.skip("a GPU runs in its own order")
+    digests = set()
+    try:
+        for seed in range(4):
+            control.set_seed(seed)
+            digests.add(contract.run_case(device, kernel, find(kernel, name)).sha256)
+    finally:
+        control.set_seed(0)
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "output"), [("deep_linear", "rows130", "out0"), ("deep_site_up", "rows70", "m")]
+)
+@pytest.mark.parametrize("fewer", [1, 9, 63])
+def test_a_row_keeps_its_bytes_when_rows_behind_it_are_gone(
+    device: CheckDevice, kernel: str, name: str, output: str, fewer: int
+) -> None:
+    """Also where the last row tile, image or block of 128 rows is no longer there."""
+    whole = contract.run_case(device, kernel, find(kernel, name)).outputs[output]
+    case = find(kernel, name)
+    rows = int(case.dims["rows"])
+    given = contract.build_operands(kernel, case)
+    given.arrays["round"]["n_rows"] = rows - fewer
+    given.expect = lambda _: None
+    part = contract.run_case(device, kernel, case, 0, given).outputs[output]
+    same_bits("rows", part[: rows - fewer], whole[: rows - fewer])
+    untouched("behind", part[rows - fewer :])
+
+
+@pytest.mark.parametrize(("kernel", "name", "output"),
+                         [("deep_linear", "bias", "out0"), ("deep_site_up", "rows3", "m")])  # fmt: skip
+@pytest.mark.parametrize("fault", ["bit", "padding"])
+def test_planted_fault_is_reported(
+    device: CheckDevice, kernel: str, name: str, output: str, fault: str
+) -> None:
+    made = contract.build_operands(kernel, find(kernel, name))
+    found = dict(contract.run_case(device, kernel, find(kernel, name)).outputs)
+    made.expect(found)
+    spoiled = found[output] = found[output].copy()
+    # a bit that counts: the sums of deep_site_up pass a sigmoid and are held to FP64 alone
+    spoiled.view(np.uint32)[0 if fault == "bit" else -1, 0] ^= 1 if kernel == "deep_linear" else 1 << 16
+    with pytest.raises(AssertionError):
+        made.expect(found)
