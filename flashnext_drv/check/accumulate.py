@@ -197,6 +197,8 @@ SUMS: Final[dict[str, Sum]] = {
         ((5,), (11,), (33,)),
         lambda shape: _terms((shape[0] + 3) * F32_ULP)(shape),
     ),
+    "deep_linear": _DOT,
+    "deep_site_up": Sum("as linear_gemv", ((320,), (64,), (512,)), _site_up),
     "router_pick": Sum(
         "one f32 addition a chosen expert",
         ((4,), (10,), (32,)),

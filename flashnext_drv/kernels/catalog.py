@@ -28,7 +28,8 @@ __all__ = ["ARCHS", "FAMILIES", "QUALIFIED", "Image", "KernelRecord", "Manifest"
            "image_digest", "kernel_digest", "manifest", "pick_arch", "reached", "read_manifest",
            "require_whole", "source_digest", "source_files", "source_root", "spec", "specs"]
 
-FAMILIES: Final = ("glue", "exl3", "attn", "gdn", "moe", "moe_gemv", "deep", "moe_deep", "token", "move", "probe")
+FAMILIES: Final = ("glue", "exl3", "attn", "gdn", "moe", "moe_gemv", "deep", "moe_deep", "token", "move",
+                   "probe")
 # GPU generations for which tests/receipts holds a run of every kernel case; all others open with a warning.
 QUALIFIED: Final[frozenset[str]] = frozenset({"9.0"})
 _PACKAGE: Final = Path(__file__).resolve().parents[1]

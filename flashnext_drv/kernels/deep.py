@@ -19,7 +19,8 @@ __all__ = ["DEEP_BLOCK", "DEEP_LINEAR", "DEEP_ROWS", "DEEP_SITE_UP", "KERNELS", 
 DEEP_ROWS: Final = 128  # of a block's tile
 DEEP_BLOCK: Final = 384
 _TILE: Final = DEEP_ROWS * 132 * 4
-# FnDeepShared<4, 16384>: on sm_90a four stages of rows and weights, the finished tile, barriers; else one of rows
+# FnDeepShared<4, 16384>: on sm_90a four stages of rows and weights, the finished tile, barriers; else one
+# stage of rows and the tile
 _SHARED: Final = 16384 + _TILE
 _HOPPER_SHARED: Final = 4 * (16384 + 16384) + _TILE + 64
 

@@ -24,11 +24,12 @@ def _one(name: str, kind: str, file: str, old: str, new: str, *cases: str) -> Co
 
 DEEP_LINEAR: Final = (
     _one(
-        "segments_falling",
+        "segments_by_tree",
         "order",
         _DEEP,
-        "segment ? fn_add(sum[j][i], d[j][i]) : d[j][i];",
-        "segment ? fn_add(d[j][i], fn_mul(sum[j][i], 1.0000001f)) : d[j][i];",
+        "const float (&d)[ROW_TILES][4], float (&sum)[ROW_TILES][4]) {\n",
+        "const float (&d)[ROW_TILES][4], float (&sum)[ROW_TILES][4]) {\n"
+        "        leaves *= segments, segments = 1u;\n",
         "segments",
     ),
     _one(
