@@ -34,8 +34,8 @@ from flashnext_drv.bench.prefill_floor import Rates
 from flashnext_drv.bench.receipt import write_receipt
 from flashnext_drv.engine.engine import Engine, Limits
 
-# Most that an inexact pass may be off, in deviations of the logits: over 48 layers a last bit may flip a choice
-# of experts, so it is far from zero; a pass that computes something else is off by 1.4.
+# Most that an inexact pass may be off, in deviations of the logits: over 48 layers a last bit may flip a
+# choice of experts, so it is far from zero; a pass that computes something else is off by 1.4.
 FAR = 0.7
 Part = Callable[[], tuple[dict[str, Any], bool]]
 
