@@ -79,7 +79,11 @@ class Suite:
     def yardstick(self) -> tuple[dict[str, Any], bool]:
         simulated = self.engine.facts.is_simulator
         passes = yardstick.Passes(
-            self.engine, "simulator" if simulated else "sm_90a", self.args.images, self.stack
+            self.engine,
+            "simulator" if simulated else "sm_90a",
+            self.args.images,
+            self.stack,
+            self.args.options,
         )
         count = self.args.tokens[-1]
         found = yardstick.measure(passes, count, min(self.chunk, count), self.args.repeats, FAR, self.rates)
@@ -135,6 +139,7 @@ def main() -> int:
     parser.add_argument("--images", type=Path, help="folder that yardstick.py --build made")
     parser.add_argument("--out", type=Path, required=True, help="folder for the receipts")
     parser.add_argument("--parts", default="speed,yardstick,equality,curve,long", help="which, in order")
+    parser.add_argument("--options", default="", help="of the yardstick, comma list; '': all")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     small = args.device == "sim"

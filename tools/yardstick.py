@@ -130,10 +130,16 @@ def group_of(key: str) -> str:
 class Passes:
     """Launches of the deep pass, exact or with forms in the place of kernels."""
 
-    def __init__(self, engine: Engine, arch: str, images: Path | None, stack: ExitStack) -> None:
+    def __init__(
+        self, engine: Engine, arch: str, images: Path | None, stack: ExitStack, only: str = ""
+    ) -> None:
+        """only: comma list of options; the others are as if they were not there."""
         assert engine.rank.deep is not None
         self.engine, self.deep = engine, engine.rank.deep
-        self.options = yardstick_forms.options(arch)
+        self.options = {
+            group: tuple(o for o in given if not only or o.name in only.split(","))
+            for group, given in yardstick_forms.options(arch).items()
+        }
         self.modules: dict[str, Module] = {}
         for form in yardstick_forms.forms(arch):
             name = control_image(form.spec, form.control)
@@ -262,11 +268,13 @@ def measure(
     def all_of(name: str) -> dict[str, str]:
         return {group: name for group in groups if name in passes.options_of(group)}
 
-    errors = {name: error(all_of(name)) for name in passes.names()}
+    errors = {}
+    for name in passes.names():
+        print(f"option {name}: ", end="", flush=True)  # before it runs: a fault ends everything
+        far = errors[name] = error(all_of(name))
+        verdict = "" if far < most else "; NOT USED"
+        print(f"last row's logits {far:.2e} of their deviation away{verdict}", flush=True)
     usable = [name for name, far in errors.items() if far < most]
-    for name, far in errors.items():
-        print(f"option {name}: last row's logits {far:.2e} of their deviation away"
-              f"{'' if far < most else '; NOT USED'}", flush=True)
     runs: dict[str, list[Times]] = defaultdict(list)
     for _ in range(repeats):
         for name in (EXACT, *usable):
@@ -345,6 +353,7 @@ def main() -> int:
     parser.add_argument("--pack", default="", help="default: full on a GPU, tiny in the simulator")
     parser.add_argument("--tokens", type=int, default=0, help="default 16384, in the simulator 40")
     parser.add_argument("--chunk", type=int, default=0, help="most rows of a segment; 0: the memory plan's")
+    parser.add_argument("--options", default="", help="only these, comma list; '': all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--most", type=float, default=5e-2, help="an option's error in the logits' deviation")
     parser.add_argument("--least", type=float, default=0.95, help="ratio asked for on a GPU")
@@ -370,7 +379,7 @@ def main() -> int:
         if engine.rank.deep is None:
             print(f"no deep pass: {engine.rank.deep_refused}", file=sys.stderr)
             return 3
-        passes = Passes(engine, "simulator" if simulated else args.arch, images, stack)
+        passes = Passes(engine, "simulator" if simulated else args.arch, images, stack, args.options)
         chunk = min(engine.rank.chunk, n_tokens)
         found = measure(passes, n_tokens, chunk, args.repeats, args.most, Rates())
         if images is not None:
