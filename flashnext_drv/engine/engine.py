@@ -280,11 +280,14 @@ class Engine(Owner):
 
         sequences: of `sequence`, given tokens by their `extend`, each once.  draw: draw a token after each
         one's last.  Returns the drawn ids, -1 without draw or for a sequence that had nothing pending.
-        Raises as `generate`; after Cancelled the sequences may go on, after DriverError those that were in
-        the launch can only be closed.
+        Raises as `generate`, and UsageError (nothing run) on a sequence that is closed or another engine's;
+        after Cancelled the sequences may go on, after DriverError those that were in the launch can only be
+        closed.
         """
         self.require_open()
-        asked = [Prompt(sequence, draw=draw) for sequence in sequences]
+        if not isinstance(sequences, Iterable):
+            raise UsageError("sequences is a list of live sequences", value=sequences)
+        asked = [Prompt(self._own(sequence), draw=draw) for sequence in sequences]
         run_prompts(self.rank, asked, prefill or Prefill(), self.prompts)
         return [each.token for each in asked]
 
@@ -292,8 +295,12 @@ class Engine(Owner):
         """All bytes that a live sequence carries between its tokens, by name (state/export.py).
 
         Two sequences of the same tokens have the same bytes, however their prompts were run.
+        Raises UsageError on a sequence that is closed, failed or another engine's.
         """
         self.require_open()
+        if self._own(sequence).failed:
+            raise UsageError("a sequence's state is unknown after a failed round", slot=sequence.i_slot,
+                             because=sequence.failed, do="close it and start again from its tokens")
         rank = self.rank
         arrays = read_state(rank.stream, rank.layout, rank.tables, rank.slots, sequence.i_slot,
                             sequence.position)
@@ -354,6 +361,16 @@ class Engine(Owner):
                     return
                 sequence.extend([token])
                 token = run_round(self.rank, [Window(sequence, 1, draw=True)]).tokens[0]
+
+    def _own(self, sequence: Sequence) -> Sequence:
+        """The sequence, if its slot and pages are this engine's and its own.  Raises UsageError."""
+        if not isinstance(sequence, Sequence):
+            raise UsageError("a sequence is what Engine.sequence gives", value=sequence)
+        if sequence.closed:
+            raise UsageError("a closed sequence cannot be used", slot=sequence.i_slot)
+        if all(sequence is not live for live in self._live):
+            raise UsageError("the sequence is another engine's", slot=sequence.i_slot)
+        return sequence
 
     def _stops(self, stop_ids: Collection[int] | None) -> Collection[int]:
         if stop_ids is None:

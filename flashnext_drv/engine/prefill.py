@@ -116,7 +116,9 @@ def run_prompts(rank: Rank, prompts: List[Prompt], prefill: Prefill, counters: P
 
 
 def check_prefill(rank: Rank, prefill: Prefill) -> None:
-    """Raises UsageError on a chunk that the rank's plan does not hold."""
+    """Raises UsageError on what is no Prefill, or one of a chunk that the rank's plan does not hold."""
+    if not isinstance(prefill, Prefill):
+        raise UsageError("prefill is a Prefill", value=prefill)
     if prefill.chunk is not None and prefill.chunk > rank.chunk:
         raise UsageError("chunk is above the engine's plan", chunk=prefill.chunk, plan=rank.chunk,
                          do="raise Limits.chunk or leave chunk out")

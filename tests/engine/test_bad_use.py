@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,6 +48,39 @@ def test_ids_given_to_a_sequence_are_checked_too(engine: Engine) -> None:
             with pytest.raises(UsageError, match=f"index=1, id={wrong}, vocab=512"):
                 run_round(engine.rank, [Window(sequence, draw=True)])
             assert sequence.n_done == 1
+
+
+def test_sequences_that_are_not_this_engines(engine: Engine, open_micro: Callable[..., Engine]) -> None:
+    """Their slots and pages may be another sequence's by now: neither run nor read."""
+    with open_micro(context_tokens=64, graph=False) as another, another.sequence() as strange:
+        strange.extend([1, 2])
+        with engine.sequence() as mine:
+            mine.extend([3])
+            engine.prompt([mine])
+            before = engine.export_state(mine)
+            for call in (lambda: engine.prompt([strange]), lambda: engine.export_state(strange)):
+                with pytest.raises(UsageError, match="another engine's"):
+                    call()
+            after = engine.export_state(mine)
+        assert all(after[name].tobytes() == value.tobytes() for name, value in before.items())
+    for call in (lambda: engine.prompt([mine]), lambda: engine.export_state(mine)):
+        with pytest.raises(UsageError, match="a closed sequence"):
+            call()
+
+
+@pytest.mark.parametrize("wrong", [None, 5, [1], ["a"]])
+def test_sequences_of_a_wrong_type(engine: Engine, wrong: object) -> None:
+    with pytest.raises(UsageError, match="sequence"):
+        engine.prompt(wrong)  # type: ignore[arg-type]
+
+
+def test_prefill_of_a_wrong_type(engine: Engine) -> None:
+    wrong: Any = {"chunk": 2}
+    for call in (lambda: engine.generate([1], max_new_tokens=1, prefill=wrong),
+                 lambda: engine.stream([1], max_new_tokens=1, prefill=wrong),
+                 lambda: engine.logits([1], prefill=wrong), lambda: engine.prompt([], prefill=wrong)):
+        with pytest.raises(UsageError, match="prefill is a Prefill"):
+            call()
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, "1", None])
