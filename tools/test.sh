@@ -9,5 +9,5 @@ unset FLASHNEXT_ARCHS
 $python build_kernels.py &&
 $python -m ruff check . &&
 $python -m mypy &&
-$python -m pytest -q -n 2 --dist loadfile &&
+$python -m pytest -q -n 2 --dist worksteal &&
 exec $python -m flashnext_drv check --device sim

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.sim
 N_NEW = 24
 CONTEXT = 192
 FEW = settings(
-    max_examples=26, derandomize=True, database=None, deadline=None, phases=(Phase.explicit, Phase.generate),
+    max_examples=16, derandomize=True, database=None, deadline=None, phases=(Phase.explicit, Phase.generate),
     suppress_health_check=list(HealthCheck),
 )
 MANY = settings(FEW, max_examples=200, derandomize=False)
