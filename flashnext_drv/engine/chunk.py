@@ -55,17 +55,17 @@ def run_chunk(rank: Rank, windows: List[Window], sink: Sink | None = None) -> Ro
     taken = sink or (lambda i_window, first, block: kept.append(block))
     try:
         _walk(rank, deep, runs)
-    except BaseException as error:  # some launches may have run: no sequence is where n_done says
         for window in windows:
-            window.sequence.failed = str(error) or type(error).__name__
+            window.sequence.n_done += window.n_rows
+    except BaseException as error:  # some launches may have run: no state is where n_done says
+        for window in windows:
+            window.sequence.fail(error)
         raise
-    for window in windows:
-        window.sequence.n_done += window.n_rows
     try:
         tokens_drawn = _emit(rank, deep, windows, runs, taken)
     except DriverError as error:
         for window in windows:
-            window.sequence.failed = str(error)
+            window.sequence.fail(error)
         raise
     return RoundResult(tokens_drawn, np.concatenate(kept) if kept else None)
 

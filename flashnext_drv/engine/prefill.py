@@ -141,21 +141,13 @@ class _Run:
 
     def run(self) -> None:
         while segment := list(self._segment()):
-            try:
-                self._advance(segment)
-            except DriverError as error:
-                for prompt, _ in segment:
-                    prompt.sequence.failed = prompt.sequence.failed or str(error)
-                raise
-
-    def _advance(self, segment: List[tuple[Prompt, int]]) -> None:
-        n_rows = sum(n for _, n in segment)
-        if self._goes_deep(n_rows):
-            self._deep(segment)
-            self._told(n_rows)
-        else:
-            for prompt, n in segment:
-                self._batched(prompt, n)
+            n_rows = sum(n for _, n in segment)
+            if self._goes_deep(n_rows):
+                self._deep(segment)
+                self._told([prompt for prompt, _ in segment], n_rows)
+            else:
+                for prompt, n in segment:
+                    self._batched(prompt, n)
 
     def _segment(self) -> Iterator[tuple[Prompt, int]]:
         """The next rows, in the prompts' order, up to a chunk."""
@@ -211,7 +203,7 @@ class _Run:
                 self.counters.serial_rows += n
             else:
                 self.counters.batched_rows += n
-            self._told(n)
+            self._told([prompt], n)
 
     def _check_cancel(self) -> None:
         cancel = self.prefill.cancel
@@ -219,9 +211,15 @@ class _Run:
             raise Cancelled("the prompt was cancelled", done_tokens=self.done, prompt_tokens=self.total,
                             do="tokens already run stay in the sequence's state")
 
-    def _told(self, n_rows: int) -> None:
+    def _told(self, prompts: List[Prompt], n_rows: int) -> None:
+        """The launch of n_rows rows of these prompts is made."""
         self.done += n_rows
         if self.prefill.progress is not None or self.prefill.cancel is not None:
-            self.rank.stream.synchronize()  # done means done, and a stop takes effect within one launch
+            try:
+                self.rank.stream.synchronize()  # done means done, and a stop takes effect within one launch
+            except DriverError as error:
+                for prompt in prompts:
+                    prompt.sequence.fail(error)
+                raise
         if self.prefill.progress is not None:
             self.prefill.progress(self.done, self.total)

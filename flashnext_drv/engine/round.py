@@ -51,7 +51,8 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
     Raises UsageError (nothing changed) when windows overlap, hold more rows than the limits or more than is
     pending, or an id outside the vocabulary; CapacityError when pages run out; ContractError when a logit of
     a row that draws is NaN (the sequences have advanced); DriverError, after which the sequences' states on
-    the device are unknown: they take part in no further round and can only be closed.
+    the device are unknown: they take part in no further round and can only be closed.  So it is after
+    anything else that stops the launches half-way, KeyboardInterrupt too.
     """
     n_rows = sum(window.n_rows for window in windows)
     limit = rank.layout.limits.rows
@@ -68,10 +69,15 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
         rank.forward(TOKEN if head else BODY, bucket)
         for window in windows:
             window.sequence.n_done += window.n_rows
+    except BaseException as error:  # some launches may have run: no state is where n_done says
+        for window in windows:
+            window.sequence.fail(error)
+        raise
+    try:
         return _read(rank, windows) if head else RoundResult([-1] * len(windows), None)
     except DriverError as error:
         for window in windows:
-            window.sequence.failed = str(error)
+            window.sequence.fail(error)
         raise
 
 

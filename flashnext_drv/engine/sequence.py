@@ -58,7 +58,7 @@ class Sequence:
     ids: tokens from position first_position on.  n_done: how many of them are in the state.  capacity: most
     tokens.
     before: the two tokens in front of ids (newest first), for a state that did not start at position 0.
-    failed: the driver error of a round this sequence was in; its state is unknown from then on.
+    failed: the error that stopped a round this sequence was in; its state is unknown from then on.
     """
 
     i_slot: int
@@ -79,6 +79,10 @@ class Sequence:
     @property
     def n_pending(self) -> int:
         return len(self.ids) - self.n_done
+
+    def fail(self, error: BaseException) -> None:
+        """Its state is unknown from now on, because of `error`."""
+        self.failed = self.failed or str(error) or type(error).__name__
 
     def extend(self, ids: Ids[int]) -> None:
         """Append pending tokens.  Raises CapacityError, with nothing appended, when they do not fit."""

@@ -194,9 +194,32 @@ def test_driver_error_in_a_chunk_spoils_its_sequences_only(engine: Engine, oracl
     assert engine.rank.slots.free_slots == 4
 
 
-def test_an_observer_that_raises_inside_a_chunk_spoils_its_sequence(engine: Engine, oracle: Any) -> None:
+def test_driver_error_in_a_round_spoils_no_sequence_that_waits(engine: Engine, oracle: Any) -> None:
+    with engine.sequence() as one, engine.sequence() as two:
+        one.extend(IDS[:4])
+        two.extend(IDS)
+        with faults.fail_nth(1, 1, only="cuMemcpyAsync"), pytest.raises(DriverError):
+            engine.prompt([one, two], prefill=Prefill(deep=False))
+        assert one.failed and not two.failed and two.n_done == 0
+        assert engine.prompt([two], draw=True, prefill=Prefill(deep=False)) == oracle.tokens[:1]
+
+
+def test_a_failed_wait_after_a_round_spoils_no_sequence_that_waits(engine: Engine) -> None:
+    with engine.sequence() as one, engine.sequence() as two:
+        one.extend(IDS[:4])
+        two.extend(IDS)
+        told = Prefill(deep=False, progress=lambda done, total: None)
+        with faults.fail_nth(1, 1, only="cuStreamSynchronize"), pytest.raises(DriverError):
+            engine.prompt([one, two], prefill=told)
+        assert one.failed and not two.failed
+
+
+@pytest.mark.parametrize(("prefill", "kernel"), [(deep(), "gdn_scan"), (Prefill(deep=False), "gdn_step")])
+def test_an_observer_that_raises_inside_a_launch_spoils_its_sequence(
+    engine: Engine, oracle: Any, prefill: Prefill, kernel: str
+) -> None:
     def fail(launch: Any) -> None:
-        if launch.name == "gdn_scan":
+        if launch.name == kernel:
             raise KeyboardInterrupt
 
     engine.rank.observer = fail
@@ -204,8 +227,12 @@ def test_an_observer_that_raises_inside_a_chunk_spoils_its_sequence(engine: Engi
         with engine.sequence() as sequence:
             sequence.extend(IDS)
             with pytest.raises(KeyboardInterrupt):
-                engine.prompt([sequence], prefill=deep())
+                engine.prompt([sequence], prefill=prefill)
             assert sequence.failed == "KeyboardInterrupt" and sequence.n_done == 0
+            with pytest.raises(UsageError, match="failed round .*: KeyboardInterrupt"):
+                engine.prompt([sequence], prefill=prefill)
+            with pytest.raises(UsageError, match="failed round .*: KeyboardInterrupt"):
+                engine.export_state(sequence)
     finally:
         engine.rank.observer = None
     reply = engine.generate(IDS, max_new_tokens=1, stop_ids=(), prefill=deep())
