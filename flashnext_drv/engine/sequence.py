@@ -6,6 +6,7 @@ Made by engine/rank.py; holds ids into pools and no driver object.  What must st
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
@@ -85,11 +86,22 @@ class Sequence:
         self.failed = self.failed or str(error) or type(error).__name__
 
     def extend(self, ids: Ids[int]) -> None:
-        """Append pending tokens.  Raises CapacityError, with nothing appended, when they do not fit."""
-        if self.first_position + len(self.ids) + len(ids) > self.capacity:
+        """Append pending tokens; whether the vocabulary has them is asked when they run.
+
+        Raises, with nothing appended, CapacityError when they do not fit, UsageError on what is no list of
+        integers and on a closed sequence.
+        """
+        if self.closed:
+            raise UsageError("a closed sequence takes no tokens", slot=self.i_slot)
+        try:
+            ids = [operator.index(token) for token in ids]
+        except TypeError as error:
+            raise UsageError("token ids are integers in one flat list", because=str(error)) from error
+        tokens = self.first_position + len(self.ids) + len(ids)
+        if tokens > self.capacity:
             raise CapacityError(
                 "the tokens do not fit the sequence's cache",
-                tokens=self.first_position + len(self.ids) + len(ids),
+                tokens=tokens,
                 capacity=self.capacity,
                 do="raise Limits.context_tokens or shorten the prompt or max_new_tokens",
             )

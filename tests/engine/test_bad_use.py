@@ -50,6 +50,19 @@ def test_ids_given_to_a_sequence_are_checked_too(engine: Engine) -> None:
             assert sequence.n_done == 1
 
 
+@pytest.mark.parametrize("wrong", [5, None, ["a"], [1, 1.5], [None], [[1]]])
+def test_a_sequence_takes_integers_only(engine: Engine, wrong: Any) -> None:
+    """1.5 would run as 1."""
+    with engine.sequence() as sequence:
+        with pytest.raises(UsageError, match="token ids are integers"):
+            sequence.extend(wrong)
+        assert not sequence.ids
+        sequence.extend(np.array([1, 2], np.uint32))  # type: ignore[arg-type]
+        assert sequence.ids == [1, 2]
+    with pytest.raises(UsageError, match="closed sequence takes no tokens"):
+        sequence.extend([1])
+
+
 def test_sequences_that_are_not_this_engines(engine: Engine, open_micro: Callable[..., Engine]) -> None:
     """Their slots and pages may be another sequence's by now: neither run nor read."""
     with open_micro(context_tokens=64, graph=False) as another, another.sequence() as strange:
