@@ -1,8 +1,9 @@
 """What each launch of a prompt chunk must do at least: products, vector operations and bytes.
 
-Called by tools/bench_prefill.py with the steps of model/deep_steps.py.  Counted from the pack's tensors and
-the model's dimensions: padding, tiles that are not full and operands read twice are the kernels' own affair.
-What must stay true: every kernel of the walk has an entry, else `chunk_work` raises.
+Called by tools/bench_prefill.py and tools/yardstick.py with the steps of model/deep_steps.py.  Counted from
+the pack's tensors and the model's dimensions: padding, tiles that are not full and operands read twice are
+the kernels' own affair.  What must stay true: every kernel of the walk has a method of its name in `WorkOf`,
+which raises without one.
 
 An operand counts once, a weight once a chunk.  Of a layer's routed experts those count that a uniform router
 would meet: E (1 - (1 - active/E)^rows).

@@ -51,7 +51,7 @@ class Limits:
     graph: replay captured graphs in decode.  primary_context: use the device's primary context instead of
     an own one.
     page_order: "forward", "reversed" or "shuffled:<seed>": which physical pages a sequence is given.
-    chunk: most rows of a prompt's segment, 1..16384; 0 = what the memory plan allows (deep_layout.DeepPlan).
+    chunk: most rows of a prompt's segment, 1..16384; 0 = what the memory plan allows (`deep_layouts`).
     deep: buffers of the deep prompt pass: "open" reserves them at open, "request" at the first prompt that
     wants them, "off" never.  Refused buffers change time only.
     deep_rows: segments of at least so many rows take the deep pass.  Where no segment can hold that many,
