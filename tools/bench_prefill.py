@@ -32,10 +32,12 @@ from bench_decode import decode, prompt_ids
 from flashnext_drv.bench.chart import Panel, chart_svg
 from flashnext_drv.bench.prefill_floor import CLASSES, Rates, Work, WorkOf, kernel_class
 from flashnext_drv.bench.receipt import write_receipt
+from flashnext_drv.drv.module import Launch
 from flashnext_drv.drv.stream import Event, elapsed_ms
 from flashnext_drv.engine.engine import Engine, Limits, Prefill
 from flashnext_drv.engine.rank import plan
 from flashnext_drv.engine.sequence import Sequence
+from flashnext_drv.model.steps import Step
 from flashnext_drv.state.deep import ChunkRun
 
 # Measured by others than us on the same kind of machine: exllamav3 1.6.5, a synthetic pack of 4 layers of the
@@ -94,10 +96,9 @@ def profile(engine: Engine, n_tokens: int, rates: Rates, chunk: int) -> dict[str
             while len(events) <= len(steps):
                 events.append(stack.enter_context(Event(rank.ctx, "prefill.mark", timing=True)))
             work_of = WorkOf(rank.deep.layout, engine.pack, sequence.position, n)
-            _marked_chunk(engine, sequence, n, bucket, events)
+            marked_chunk(engine, sequence, n, bucket, rank.deep.launches(bucket), events)
             for i, step in enumerate(steps):
-                where = re.sub(r"^L\d+\.?", "", step.scope)
-                name = f"{step.kernel} {where}" if step.kernel in SPLIT else step.kernel
+                name = key_of(step)
                 took, work = elapsed_ms(events[i], events[i + 1]), work_of(step)
                 ms[name] += took
                 by_class[kernel_class(step)] += took
@@ -133,8 +134,16 @@ def profile(engine: Engine, n_tokens: int, rates: Rates, chunk: int) -> dict[str
     }
 
 
-def _marked_chunk(engine: Engine, sequence: Sequence, n_rows: int, bucket: int, events: list[Event]) -> None:
-    """One chunk by its launches with an event between every two; waits for it."""
+def key_of(step: Step) -> str:
+    """The name under which a launch's time is added up."""
+    where = re.sub(r"^L\d+\.?", "", step.scope)
+    return f"{step.kernel} {where}" if step.kernel in SPLIT else step.kernel
+
+
+def marked_chunk(engine: Engine, sequence: Sequence, n_rows: int, bucket: int, launches: list[Launch],
+                 events: list[Event]) -> None:
+    """The next n_rows rows as one chunk by `launches`, an event in front of each and one behind the last;
+    waits for it."""
     rank = engine.rank
     assert rank.deep is not None
     rank.pages.reserve(sequence.i_slot, sequence.position + n_rows)
@@ -146,7 +155,7 @@ def _marked_chunk(engine: Engine, sequence: Sequence, n_rows: int, bucket: int, 
             rank.stream, (ChunkRun(sequence.i_slot, sequence.position, tokens),), bucket
         )
         rank.stream.record(events[0])
-        for launch, event in zip(rank.deep.launches(bucket), events[1:], strict=False):
+        for launch, event in zip(launches, events[1:], strict=False):
             launch.run(rank.stream)
             rank.stream.record(event)
         rank.stream.synchronize()

@@ -37,6 +37,7 @@ from flashnext_drv.engine.engine import Engine, Limits
 # Most that an inexact pass may be off, in deviations of the logits: over 48 layers a last bit may flip a
 # choice of experts, so it is far from zero; a pass that computes something else is off by 1.4.
 FAR = 0.7
+PARTS = ("speed", "yardstick", "equality", "curve", "long")
 Part = Callable[[], tuple[dict[str, Any], bool]]
 
 
@@ -138,11 +139,16 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "sim"))
     parser.add_argument("--images", type=Path, help="folder that yardstick.py --build made")
     parser.add_argument("--out", type=Path, required=True, help="folder for the receipts")
-    parser.add_argument("--parts", default="speed,yardstick,equality,curve,long", help="which, in order")
+    parser.add_argument("--parts", default=",".join(PARTS), help="which, in order")
     parser.add_argument("--options", default="", help="of the yardstick, comma list; '': all")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     small = args.device == "sim"
+    parts = args.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--parts are of {','.join(PARTS)}, not {','.join(sorted(unknown))}")
+    if "yardstick" in parts and args.images is None and not small:
+        parser.error("the yardstick needs --images, the folder that yardstick.py --build made")
     args.tokens = [20, 40] if small else [2048, 16384]
     args.curve = [16, 32] if small else [2048, 4096, 8192, 16384, 32768, 65536]
     # tokens, chunk sizes, rows a launch of the serial run, tokens on which several rows are held to one
@@ -166,7 +172,7 @@ def main() -> int:
         engine = stack.enter_context(Engine.open(args.pack, limits, device=args.device))
         print(f"device {engine.facts}; opened {args.pack} in {engine.open_seconds:.1f} s", flush=True)
         suite = Suite(engine, args, stack)
-        for name in args.parts.split(","):
+        for name in parts:
             started = time.perf_counter()
             part: Part = getattr(suite, name)
             found, verdicts[name] = part()

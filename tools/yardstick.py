@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import yardstick_forms
 from bench_decode import prompt_ids
+from bench_prefill import key_of, marked_chunk
 from yardstick_forms import EXPERTS, Form, Option
 
 from flashnext_drv.bench.prefill_floor import Rates, WorkOf
@@ -53,9 +54,7 @@ from flashnext_drv.model.steps import Step
 from flashnext_drv.sim import load
 from flashnext_drv.sim.build import Variant
 from flashnext_drv.sim.build import build as build_simulator
-from flashnext_drv.state.deep import ChunkRun
 
-SPLIT = ("deep_linear", "deep_site_up", "linear_input")  # told apart by the part of a layer they serve
 SCAN = "gdn_scan"
 EXACT = "exact"
 Times = dict[str, float]  # ms by key
@@ -116,11 +115,6 @@ def image_of(form: Form, images: Path | None) -> tuple[bytes, str]:
 
 
 # ---- passes
-
-def key_of(step: Step) -> str:
-    where = re.sub(r"^L\d+\.?", "", step.scope)
-    return f"{step.kernel} {where}" if step.kernel in SPLIT else step.kernel
-
 
 def group_of(key: str) -> str:
     """What an option is chosen for."""
@@ -220,19 +214,7 @@ class Passes:
                     work_of = WorkOf(self.deep.layout, engine.pack, sequence.position, n)
                     for step in self.deep.steps(bucket):
                         floors[key_of(step)] += work_of(step).seconds(rates) * 1e3
-                rank.pages.reserve(sequence.i_slot, sequence.position + n)
-                tokens = sequence.next_tokens(n, engine.config.eos_id)
-                rank.tables.round[0]["n_rows"] = rank.tables.round[0]["n_runs"] = 0
-                with rank.ctx.active():
-                    rank.tables.publish(rank.stream)
-                    run = ChunkRun(sequence.i_slot, sequence.position, tokens)
-                    self.deep.buffers.publish(rank.stream, (run,), bucket)
-                    rank.stream.record(events[0])
-                    for (_, launch), event in zip(launches, events[1:], strict=False):
-                        launch.run(rank.stream)
-                        rank.stream.record(event)
-                    rank.stream.synchronize()
-                sequence.n_done += n
+                marked_chunk(engine, sequence, n, bucket, [launch for _, launch in launches], events)
                 for i, (step, _) in enumerate(launches):
                     ms[key_of(step)] += elapsed_ms(events[i], events[i + 1])
         return ms, floors
