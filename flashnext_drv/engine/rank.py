@@ -152,7 +152,7 @@ class Rank(Owner):
         choices = deep_layouts(self.layout)
         fitting = [deep for deep in choices if deep.size_bytes(guard) <= room]
         self._deep_layout = fitting[0] if fitting else None
-        self.chunk = limits.chunk or (fitting or choices)[0].rows if choices else limits.chunk or MAX_CHUNK
+        self.chunk = limits.chunk or ((fitting or choices)[0].rows if choices else MAX_CHUNK)
         if limits.deep == "off":
             self.deep_refused = "Limits.deep is off"
         elif not choices:
