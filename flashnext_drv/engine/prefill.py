@@ -32,7 +32,8 @@ class Prefill:
     and at most the plan's; None = the plan's.  deep_rows: segments of at least so many rows take the deep
     pass; None = Limits.deep_rows.  deep: False never takes it.
     progress: called with (tokens done, of all) after each launch of rows.  cancel: a threading.Event, or
-    a callable that says whether to stop; asked before each launch of rows, `Cancelled` is raised then.
+    a callable that says whether to stop; asked before each launch of rows, `Cancelled` is raised then.  What
+    either of them raises itself passes through, and leaves the sequences as `Cancelled` does.
     """
 
     serial: bool = False

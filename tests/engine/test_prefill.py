@@ -178,6 +178,27 @@ def test_cancel_between_launches(engine: Engine, oracle: Any, prefill: Prefill, 
     assert rank.slots.free_slots == 4 and rank.pages.free_pages == rank.layout.n_pages
 
 
+@pytest.mark.parametrize("prefill", [deep(chunk=30), Prefill(deep=False)], ids=["deep", "batched"])
+@pytest.mark.parametrize("name", ["progress", "cancel"])
+def test_a_callback_that_raises_leaves_a_prompt_that_may_go_on(
+    engine: Engine, oracle: Any, prefill: Prefill, name: str
+) -> None:
+    calls: list[int] = []
+
+    def fail(*_: int) -> bool:
+        calls.append(1)
+        if len(calls) == (1 if name == "progress" else 2):
+            raise KeyboardInterrupt
+        return False
+
+    with engine.sequence() as sequence:
+        sequence.extend(IDS)
+        with pytest.raises(KeyboardInterrupt):
+            engine.prompt([sequence], prefill=Prefill(**{**vars(prefill), name: fail}))
+        assert sequence.n_done and sequence.n_pending and not sequence.failed
+        assert engine.prompt([sequence], draw=True, prefill=prefill) == oracle.tokens[:1]
+
+
 def test_driver_error_in_a_chunk_spoils_its_sequences_only(engine: Engine, oracle: Any) -> None:
     with engine.sequence() as other, engine.sequence() as one, engine.sequence() as two:
         other.extend(IDS[:10])
