@@ -309,7 +309,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--pack", default="synth:full?ngram_rows=4000000", help="folder or synth:<model>[?...]"
+        "--pack", default="", help="folder or synth:<model>[?...]; by default of the device's size"
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "sim"))
     parser.add_argument("--tokens", default="2048,16384", help="prompt lengths, comma list; '' for none")
@@ -329,6 +329,7 @@ def main() -> int:
     parser.add_argument("--bytes-s", type=float, default=Rates.bytes_s)
     parser.add_argument("--out", help="write a receipt here")
     args = parser.parse_args()
+    args.pack = args.pack or ("synth:tiny" if args.device == "sim" else "synth:full?ngram_rows=4000000")
     rates = Rates(args.flop_s, args.vector_s, args.bytes_s)
     counts = [int(n) for n in args.tokens.split(",") if n]
     points = [int(n) for n in args.curve.split(",") if n]

@@ -218,7 +218,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pack", default="synth:quarter", help="folder or synth:<model>[?...]")
+    parser.add_argument("--pack", default="", help="folder or synth:<model>[?...]; by default of the device's size")
     parser.add_argument("--device", default="cuda", choices=("cuda", "sim"))
     parser.add_argument("--tokens", default="4099,8192", help="prompt lengths, comma list")
     parser.add_argument("--chunks", default="256,1024,2048,4096,8192,16384", help="chunk sizes, comma list")
@@ -231,6 +231,7 @@ def main() -> int:
     parser.add_argument("--deep-rows", type=int, default=64, help="rows from which a segment goes deep")
     parser.add_argument("--out", help="write a receipt here")
     args = parser.parse_args()
+    args.pack = args.pack or ("synth:tiny" if args.device == "sim" else "synth:quarter")
     counts, chunks = ([int(n) for n in text.split(",")] for text in (args.tokens, args.chunks))
     limits = Limits(context_tokens=max(counts) + N_NEW, rows=16, prompt_rows=16, chunk=max(chunks),
                     deep_rows=args.deep_rows)

@@ -134,7 +134,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--pack", default="synth:full?ngram_rows=4000000", help="folder or synth:<model>[?...]"
+        "--pack", default="", help="folder or synth:<model>[?...]; by default of the device's size"
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "sim"))
     parser.add_argument("--images", type=Path, help="folder that yardstick.py --build made")
@@ -143,6 +143,7 @@ def main() -> int:
     parser.add_argument("--options", default="", help="of the yardstick, comma list; '': all")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+    args.pack = args.pack or ("synth:tiny" if args.device == "sim" else "synth:full?ngram_rows=4000000")
     small = args.device == "sim"
     parts = args.parts.split(",")
     if unknown := set(parts) - set(PARTS):
