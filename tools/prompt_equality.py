@@ -218,7 +218,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pack", default="", help="folder or synth:<model>[?...]; by default of the device's size")
+    parser.add_argument("--pack", default="", help="folder or synth:<model>; by default of the device's size")
     parser.add_argument("--device", default="cuda", choices=("cuda", "sim"))
     parser.add_argument("--tokens", default="4099,8192", help="prompt lengths, comma list")
     parser.add_argument("--chunks", default="256,1024,2048,4096,8192,16384", help="chunk sizes, comma list")
