@@ -144,7 +144,8 @@ template <u32 KIND> struct FnDeepAny {
     FN_DEVICE void load(const u8* stage, u32 warp) {
         bool exl3 = KIND != FN_DEEP_PLAIN && (format & 255u) == FN_FORMAT_EXL3;
         u32 bytes = exl3 ? 16u * (format >> 8 & 255u) : 512u;
-        fn_deep_operand<KIND>(format, stage + warp * (exl3 ? bytes : 2048u), exl3 ? FN_DEEP_WARPS * bytes : 512u, 4u, done);
+        fn_deep_operand<KIND>(format, stage + warp * (exl3 ? bytes : 2048u), exl3 ? FN_DEEP_WARPS * bytes : 512u, 4u,
+                              done);
     }
     FN_DEVICE void operand(u32 step, u32 (&a)[4]) const {
 #pragma unroll
@@ -368,7 +369,9 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
         const u8* at = s.weights[stage] + warp * (exl3 ? bytes : 2048u);
         fn_deep_operand<KIND>(format, at, exl3 ? FN_DEEP_WARPS * bytes : 512u, n, a);
     }
+    // The barrier counts warps: lane 0 arrives when all lanes of its warp have read.
     FN_DEVICE void release(u32 block) {
+        __syncwarp();
         if ((fn_thread_here() & 31u) == 0) fn_barrier_arrive(&s.empty[block % STAGES]);
     }
 
@@ -440,7 +443,6 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
                     if (i < n)
                         fn_deep_step(s.rows[i_block % STAGES], (at & 3u) + i, a[i],
                                      walk.format == FN_FORMAT_BF16, ROW_TILES, d);
-                __syncwarp();
                 release(i_block);
                 at += n;
                 i_block++;

@@ -70,7 +70,8 @@ struct Tile {
         live = fn_min_u32(n_rows - row0, FN_DEEP_ROWS);
     }
     FN_DEVICE FnDeepWeights weights(const FnLinear& linear) const {
-        return {linear.w, linear.k, linear.n, 2u * tile, linear.n / 64u, linear.n / 16u, linear.leaves, linear.segments};
+        return {linear.w,        linear.k,       linear.n,      2u * tile,
+                linear.n / 64u, linear.n / 16u, linear.leaves, linear.segments};
     }
     FN_DEVICE FnDeepRows rows(const FnLinear& linear) const {
         u32 k_blocks = (linear.k + 63u) / 64u;
@@ -79,8 +80,8 @@ struct Tile {
 };
 
 template <u32 ROW_TILES>
-FN_DEVICE void run(FnDeep<FnDeepShared<4, 16384>, FN_DEEP_PLAIN>& deep, DeepSiteShared& s, const FnLinear& linear, const Site& site,
-                   const Tile& t) {
+FN_DEVICE void run(FnDeep<FnDeepShared<4, 16384>, FN_DEEP_PLAIN>& deep, DeepSiteShared& s, const FnLinear& linear,
+                   const Site& site, const Tile& t) {
     float sum[ROW_TILES][4];
     deep.dot(t.weights(linear), t.rows(linear), sum);
     deep.spill(sum);

@@ -5,8 +5,9 @@
 //             pairs_cap % 128 == 0.  Other positions are not written; of x they are read at most up to
 //             the next multiple of 64 and meet nothing.
 // Launch      grid (at least n_tiles * width_cap / 128), block 384, shared DeepGuShared: a block a piece of 128
-//             channels of a tile, those of one tile neighbours.  Elsewhere than on sm_90a, where shared memory is small, a piece is done 64 rows at a time, and
-//             the finished gate lies in the other half of the tile.
+//             channels of a tile, those of one tile neighbours.  Elsewhere than on sm_90a, where shared
+//             memory is small, a piece is done 64 rows at a time, and the finished gate lies in the other
+//             half of the tile.
 // Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, line.width, 1) segments;  gate, up:
 //             part_sum_v1, Hadamard, * svh;  h = silu(gate) * up;  operand of down: h * suh, Hadamard,
 //             f16 once.
