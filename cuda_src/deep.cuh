@@ -181,25 +181,27 @@ FN_DEVICE void fn_deep_step(const u8* image, u32 step, const u32 (&a)[4], bool b
     }
 }
 
-template <u32 ROW_TILES> FN_DEVICE void fn_deep_zero(float (&d)[ROW_TILES][4]) {
+template <u32 ROW_TILES> FN_DEVICE void fn_deep_set(float (&d)[ROW_TILES][4], float value) {
 #pragma unroll
     for (u32 j = 0; j < ROW_TILES; j++)
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) d[j][i] = 0.f;
+        for (u32 i = 0; i < 4; i++) d[j][i] = value;
 }
 
 // ---- sums of units ----------------------------------------------------------------------------------------
 
 // part_sum_v1 as the units come: segments of a leaf rising; a finished leaf waits for its neighbour in the tree.
+// A leaf begins at -0, the one number that leaves every other as it is when it is added to it.
 template <u32 ROW_TILES> struct FnDeepSum {
     u32 leaf = 0, segment = 0;       // of the next unit
     float waiting[3][ROW_TILES][4];  // finished subtrees of 1, 2 and 4 leaves; only where there are leaves
 
+    FN_DEVICE explicit FnDeepSum(float (&sum)[ROW_TILES][4]) { fn_deep_set(sum, -0.f); }
     FN_DEVICE void add(u32 leaves, u32 segments, const float (&d)[ROW_TILES][4], float (&sum)[ROW_TILES][4]) {
 #pragma unroll
         for (u32 j = 0; j < ROW_TILES; j++)
 #pragma unroll
-            for (u32 i = 0; i < 4; i++) sum[j][i] = segment ? fn_add(sum[j][i], d[j][i]) : d[j][i];
+            for (u32 i = 0; i < 4; i++) sum[j][i] = fn_add(sum[j][i], d[j][i]);
         if (++segment < segments || leaves == 1u) return;
         segment = 0;
         u32 level = 0;
@@ -214,6 +216,7 @@ template <u32 ROW_TILES> struct FnDeepSum {
         for (u32 j = 0; j < ROW_TILES; j++)
 #pragma unroll
             for (u32 i = 0; i < 4; i++) waiting[level][j][i] = sum[j][i];
+        fn_deep_set(sum, -0.f);
     }
 };
 
@@ -378,16 +381,16 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
     // Units are whole blocks of 64 k.  A block's weights are decoded into one of two operand images of the warpgroup
     // (they lie where the finished tile comes to lie) while the products of the block before run, also across units.
     template <u32 ROW_TILES, class Source> FN_DEVICE void by_blocks(const Walk& walk, float (&sum)[ROW_TILES][4]) {
-        FnDeepSum<ROW_TILES> units_sum;
+        FnDeepSum<ROW_TILES> units_sum(sum);
         Source source(walk.format);
         u32 group = fn_shfl(fn_thread_here() >> 7, 0u), first = i_block, last = first + walk.units * (walk.steps / 4u);
         u8* operand = reinterpret_cast<u8*>(s.tile) + 16384u * group;
+        float d[ROW_TILES][4];
+        fn_deep_set(d, 0.f);
         decode(source, operand);
 #pragma unroll 1
         for (u32 unit = 0; unit < walk.units; unit++) {
-            float d[ROW_TILES][4];
-            u32 end = i_block + walk.steps / 4u;
-            fn_deep_zero(d);
+            u32 start = i_block, end = i_block + walk.steps / 4u;
             fn_hold(d);
 #pragma unroll 1
             while (i_block < end) {
@@ -397,7 +400,7 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
                 u64 rows = fn_tile_descriptor(s.rows[i_block % STAGES]);
                 fn_wgmma_fence();
 #pragma unroll
-                for (u32 i = 0; i < 4; i++) fn_wgmma(d, weights + 2u * i, rows + 2u * i);
+                for (u32 i = 0; i < 4; i++) fn_wgmma(d, weights + 2u * i, rows + 2u * i, i || i_block != start);
                 fn_wgmma_commit();
                 fn_wgmma_wait<1>();
                 if (i_block > first) release(i_block - 1u);
@@ -427,13 +430,13 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
 
     // bf16 weights, whose operand comes in two halves, and units that end inside a block.
     template <u32 ROW_TILES> FN_DEVICE void by_steps(const Walk& walk, float (&sum)[ROW_TILES][4]) {
-        FnDeepSum<ROW_TILES> units_sum;
+        FnDeepSum<ROW_TILES> units_sum(sum);
         u32 at = 0;
 #pragma unroll 1
         for (u32 unit = 0; unit < walk.units; unit++) {
             u32 end = at + walk.steps;
             float d[ROW_TILES][4];
-            fn_deep_zero(d);
+            fn_deep_set(d, 0.f);
 #pragma unroll 1
             while (at < end) {
                 u32 n = fn_min_u32((at & ~3u) + 4u, end) - at, a[4][4];
@@ -463,12 +466,12 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
         bool works = warp < FN_DEEP_WARPS && of_warp < w.limit;
         u32 stride = exl3 ? w.n / 16u * bytes : 512u;
         const u8* data = reinterpret_cast<const u8*>(w.w.data) + (u64)of_warp * (exl3 ? bytes : w.k / 16u * 512u);
-        FnDeepSum<ROW_TILES> units_sum;
+        FnDeepSum<ROW_TILES> units_sum(sum);
 #pragma unroll 1
         for (u32 unit = 0; unit < units; unit++) {
             u32 end = at + steps;
             float d[ROW_TILES][4];
-            fn_deep_zero(d);
+            fn_deep_set(d, 0.f);
 #pragma unroll 1
             while (at < end) {
                 u32 n = fn_min_u32((at & ~3u) + 4u, end) - at, a[4][4];

@@ -100,25 +100,25 @@ FN_DEVICE u64 fn_tile_descriptor(const void* image) {
     return (u64)(fn_shared_address(image) >> 4 & 0x3fffu) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
 
-// d += A B: A 64 x 16 f16 (a warp's 16 rows of d as of mma.m16n8k16), B 16 x 8 TILES.  Both operands lie in shared
-// memory: one in registers is read while the product runs, and ptxas gives its registers away before that is over
-// when more than one product is under way (wrong sums in some runs on an H200).
+// d += A B, or d = A B unless `more`: A 64 x 16 f16 (a warp's 16 rows of d as of mma.m16n8k16), B 16 x 8 TILES.
+// Both operands lie in shared memory: one in registers is read while the product runs, and ptxas gives its
+// registers away before that is over when more than one product is under way (wrong sums in some runs on an H200).
 #define FN_D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
-FN_DEVICE void fn_wgmma(float (&d)[8][4], u64 a, u64 b) {
+FN_DEVICE void fn_wgmma(float (&d)[8][4], u64 a, u64 b, u32 more) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
         "}, %32, %33, p, 1, 1, 0, 0;\n}"
         :
           FN_D4(0), FN_D4(1), FN_D4(2), FN_D4(3), FN_D4(4), FN_D4(5), FN_D4(6), FN_D4(7)
-        : "l"(a), "l"(b));
+        : "l"(a), "l"(b), "r"(more));
 }
 
-FN_DEVICE void fn_wgmma(float (&d)[16][4], u64 a, u64 b) {
+FN_DEVICE void fn_wgmma(float (&d)[16][4], u64 a, u64 b, u32 more) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
@@ -128,7 +128,7 @@ FN_DEVICE void fn_wgmma(float (&d)[16][4], u64 a, u64 b) {
         :
           FN_D4(0), FN_D4(1), FN_D4(2), FN_D4(3), FN_D4(4), FN_D4(5), FN_D4(6), FN_D4(7),
           FN_D4(8), FN_D4(9), FN_D4(10), FN_D4(11), FN_D4(12), FN_D4(13), FN_D4(14), FN_D4(15)
-        : "l"(a), "l"(b));
+        : "l"(a), "l"(b), "r"(more));
 }
 
 #undef FN_D4

@@ -42,7 +42,27 @@ struct FnLinear {
 };
 
 // One expert of one layer (entry E of the table is the shared expert): its three projections and its width.
+// source: 0 device memory, 1 host memory.
 struct FnLine { FnWeight gate, up, down; u32 width, source; u64 pad; };
+
+// One routed expert of one layer in host memory, and the device line that holds a copy (FN_NO_LINE: none).  Its
+// entry in the layer's FnLine table names the parts of that copy, or those in host memory; both have one layout.
+struct FnHome { u64 address; u32 bytes, line; };
+
+// One device line: the expert in it (FN_NO_LINE: none) and the clock of the round that used it last (0: never).
+struct FnUse { u32 expert, used; };
+
+// The line cache of one layer: n_lines lines of line_bytes from `lines` on.  clock: rounds with rows so far.  n_fills:
+// lines that line_fill has to fill in this round.  Counters count distinct experts of a round; in_place: those
+// read from host memory, reads: their (row, slot) pairs.
+struct FnCache {
+  u64 lines;
+  u32 line_bytes, n_lines, clock, n_fills;
+  u64 hits, misses, fills, evictions, filled_bytes, in_place, reads, read_bytes;
+};
+
+// One line to fill: bytes, a multiple of 16.
+struct FnFill { u64 to, from; u32 bytes, pad; };
 
 // The expert a row's slot goes to, and its routing weight.  Slots are in rising expert id; slot k is the shared one.
 struct FnRoute { u32 expert; float weight; };
@@ -54,8 +74,10 @@ struct FnTile { u32 expert, first, n_rows, pad; };
 #define FN_FORMAT_F16 1u
 #define FN_FORMAT_BF16 2u
 #define FN_PAGE_TOKENS 64u
+#define FN_NO_LINE 0xffffffffu
 
 static_assert(sizeof(FnRound) == 16 && sizeof(FnRow) == 32 && sizeof(FnRun) == 16, "row tables");
 static_assert(sizeof(FnSlot) == 48 && sizeof(FnPage) == 16 && sizeof(FnWeight) == 32, "slot, page, weight");
 static_assert(sizeof(FnLinear) == 96 && sizeof(FnLine) == 112 && sizeof(FnRoute) == 8, "linear, line, route");
-static_assert(sizeof(FnTile) == 16, "tile");
+static_assert(sizeof(FnTile) == 16 && sizeof(FnHome) == 16 && sizeof(FnUse) == 8, "tile, home, use");
+static_assert(sizeof(FnCache) == 88 && sizeof(FnFill) == 24, "cache, fill");

@@ -35,7 +35,7 @@ from flashnext_drv.bench.receipt import write_receipt
 from flashnext_drv.drv.module import Launch
 from flashnext_drv.drv.stream import Event, elapsed_ms
 from flashnext_drv.engine.engine import Engine, Limits, Prefill
-from flashnext_drv.engine.rank import plan
+from flashnext_drv.engine.plan import plan
 from flashnext_drv.engine.sequence import Sequence
 from flashnext_drv.model.steps import Step
 from flashnext_drv.state.deep import ChunkRun

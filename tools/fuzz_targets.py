@@ -23,8 +23,8 @@ from flashnext_drv.drv.context import Context
 from flashnext_drv.drv.memory import copy_to_host
 from flashnext_drv.drv.stream import Stream
 from flashnext_drv.engine import engine as engine_module
+from flashnext_drv.engine.plan import plan
 from flashnext_drv.engine.prefill import Prefill
-from flashnext_drv.engine.rank import plan
 from flashnext_drv.engine.sequence import Sampling, checked_ids
 from flashnext_drv.kernels import bind, catalog
 from flashnext_drv.kernels.cubin import read_cubin

@@ -92,6 +92,8 @@ _CHAIN: Final = (
     Edit(_DEEP, "u32 units = w.leaves * w.segments, steps = w.k / 16u / units, at = 0,",
          "u32 units = 1u, steps = w.k / 16u, at = 0,"),
     Edit(_DEEP, "units_sum.add(w.leaves, w.segments, d, sum);", "units_sum.add(1u, 1u, d, sum);"),
+    Edit(_DEEP, "{ fn_deep_set(sum, -0.f); }", "{}"),
+    Edit(_DEEP, "sum[j][i] = fn_add(sum[j][i], d[j][i]);", "sum[j][i] = d[j][i];"),
 )
 
 # ---- sums of experts by atomics
@@ -197,27 +199,18 @@ _DOWN_ATOMIC: Final = _form(
 _D: Final = ", ".join
 
 
-def _wgmma(argument: str, operand: str, given: str, b: int, more: str) -> str:
-    """wgmma of 256 rows, in the words of hopper.cuh.  argument, operand, given: its A operand as a parameter,
-    in PTX and as inputs of the asm; b: number of the B operand there; more: modifiers at the end."""
-    return f"""FN_DEVICE void fn_wgmma(float (&d)[32][4], {argument}, u64 b) {{
+_WGMMA: Final = f"""FN_DEVICE void fn_wgmma(float (&d)[32][4], u64 a, u64 b, u32 more) {{
     asm volatile(
-        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, 1, 0;\\n"
+        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %130, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {{"
         "{_D(f"%{i}" for i in range(128))}"
-        "}}, {operand}, %{b}, p, 1, 1, 0{more};\\n}}"
+        "}}, %128, %129, p, 1, 1, 0, 0;\\n}}"
         : {_D(f"FN_D4({j})" for j in range(32))}
-        : {given}, "l"(b));
+        : "l"(a), "l"(b), "r"(more));
 }}
+
+#undef FN_D4
 """
-
-
-_REGISTERS: Final = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])'
-_WGMMA: Final = (  # A in registers or in shared memory
-    _wgmma("const u32 (&a)[4]", "{%128, %129, %130, %131}", _REGISTERS, 132, "")
-    + _wgmma("u64 a", "%128", '"l"(a)', 129, ", 0")
-    + "\n#undef FN_D4\n"
-)
 _WIDE: Final = (
     *_CHAIN,
     Edit("hopper.cuh", "#undef FN_D4\n", _WGMMA),

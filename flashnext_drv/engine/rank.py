@@ -27,49 +27,27 @@ from ..errors import ContextLost, DriverError, bytes_text
 from ..kernels.bind import Kernels
 from ..ledger import Ledger
 from ..lifetime import Owner, Undo
-from ..model.deep_layout import DeepLayout, deep_layouts
-from ..model.layout import MAX_CHUNK, Layout, Limits, Plan, arena_bytes
+from ..model.deep_layout import deep_layouts
+from ..model.layout import MAX_CHUNK, Layout, Limits, arena_bytes
 from ..model.pack import PackBase
 from ..model.steps import Step, body_steps, draw_steps, head_steps
-from ..state.experts import ExpertStore, expert_bytes
+from ..state.experts import ExpertStore
 from ..state.kv import PagePool
 from ..state.recurrent import SlotPool
 from ..state.tables import DeviceTables
 from ..state.upload import Uploader
-from ..state.weights import WeightStore, weight_bytes
+from ..state.weights import WeightStore
 from .deep import DeepPass, address_of
 from .graphs import GraphSet
+from .plan import plan
 from .sequence import Sampling, Sequence
 
-__all__ = ["BODY", "HEAD", "TOKEN", "Progress", "Rank", "plan"]
+__all__ = ["BODY", "HEAD", "TOKEN", "Progress", "Rank"]
 
 BODY = "body"  # state advances, no logits
 TOKEN = "token"  # the same, then head and draws
 HEAD = "head"  # head and draws of rows whose streams, last expert output and inject lie in the scratch
 Progress = Callable[[str, int, int], None]  # what, done, of all; bytes
-
-
-def plan(
-    layout: Layout, pack: PackBase, guard: bool = False, deep: DeepLayout | None = None
-) -> Plan:
-    """Bytes by owner of a rank with this layout; nothing is allocated.  guard: with guard zones.
-
-    deep: with the buffers of the deep pass.
-    """
-    weights, ngram = weight_bytes(layout, pack)
-    n_pages, n_slots = layout.n_pages, layout.limits.sequences
-    device = {
-        "experts": expert_bytes(layout, pack),
-        "weights": weights,
-        "kv": arena_bytes([n_pages * layout.pages.kv_bytes], guard),
-        "index": arena_bytes([n_pages * layout.pages.index_bytes], guard),
-        "recurrent": arena_bytes([layout.recurrent.size_bytes] * n_slots, guard),
-        "work": arena_bytes(layout.work.values(), guard),
-        "tables": layout.table_bytes(),
-    }
-    if deep is not None:
-        device["deep"] = deep.size_bytes(guard)
-    return Plan(device, {"ngram": ngram})
 
 
 class Rank(Owner):

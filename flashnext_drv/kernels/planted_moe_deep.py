@@ -247,8 +247,8 @@ MOE_DEEP_GU: Final = (
         "last_unit_alone",
         "leaf",
         _DEEP,
-        "segment ? fn_add(sum[j][i], d[j][i]) : d[j][i];",
-        "d[j][i];",
+        "sum[j][i] = fn_add(sum[j][i], d[j][i]);",
+        "sum[j][i] = d[j][i];",
         "segments",
     ),
     _one(
@@ -289,8 +289,8 @@ MOE_DEEP_DOWN: Final = (
         "last_unit_alone",
         "leaf",
         _DEEP,
-        "segment ? fn_add(sum[j][i], d[j][i]) : d[j][i];",
-        "d[j][i];",
+        "sum[j][i] = fn_add(sum[j][i], d[j][i]);",
+        "sum[j][i] = d[j][i];",
         "segments",
     ),
     _one(

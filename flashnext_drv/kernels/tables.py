@@ -9,13 +9,15 @@ from typing import Final
 
 import numpy as np
 
-__all__ = ["CODEBOOKS", "FORMAT_BF16", "FORMAT_EXL3", "FORMAT_F16", "LINE", "LINEAR", "PAGE", "PAGE_TOKENS",
-           "ROUND", "ROUTE", "ROW", "RUN", "SLOT", "TILE", "WEIGHT", "exl3_format"]
+__all__ = ["CACHE", "CODEBOOKS", "COUNTERS", "FILL", "FORMAT_BF16", "FORMAT_EXL3", "FORMAT_F16", "HOME",
+           "LINE", "LINEAR", "NO_LINE", "PAGE", "PAGE_TOKENS", "ROUND", "ROUTE", "ROW", "RUN", "SLOT", "TILE",
+           "USE", "WEIGHT", "exl3_format"]
 
 PAGE_TOKENS: Final = 64
 FORMAT_EXL3: Final = 0
 FORMAT_F16: Final = 1
 FORMAT_BF16: Final = 2
+NO_LINE: Final = 0xFFFFFFFF
 CODEBOOKS: Final = ("3inst", "mcg", "mul1")
 
 ROUND: Final = np.dtype([("n_rows", "<u4"), ("n_runs", "<u4"), ("rows_cap", "<u4"), ("version", "<u4")])
@@ -34,6 +36,12 @@ LINE: Final = np.dtype([("gate", WEIGHT), ("up", WEIGHT), ("down", WEIGHT),
                         ("width", "<u4"), ("source", "<u4"), ("pad", "<u8")])
 ROUTE: Final = np.dtype([("expert", "<u4"), ("weight", "<f4")])
 TILE: Final = np.dtype([("expert", "<u4"), ("first", "<u4"), ("n_rows", "<u4"), ("pad", "<u4")])
+HOME: Final = np.dtype([("address", "<u8"), ("bytes", "<u4"), ("line", "<u4")])
+USE: Final = np.dtype([("expert", "<u4"), ("used", "<u4")])
+COUNTERS: Final = ("hits", "misses", "fills", "evictions", "filled_bytes", "in_place", "reads", "read_bytes")
+CACHE: Final = np.dtype([("lines", "<u8"), ("line_bytes", "<u4"), ("n_lines", "<u4"), ("clock", "<u4"),
+                         ("n_fills", "<u4"), *((name, "<u8") for name in COUNTERS)])
+FILL: Final = np.dtype([("to", "<u8"), ("from", "<u8"), ("bytes", "<u4"), ("pad", "<u4")])
 
 
 def exl3_format(bits: float, codebook: str) -> int:

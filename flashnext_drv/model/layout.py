@@ -22,6 +22,8 @@ __all__ = [
     "BUCKETS",
     "DEEP_MODES",
     "MAX_CHUNK",
+    "MAX_LINES",
+    "NGRAM_MODES",
     "Cursor",
     "Layout",
     "Limits",
@@ -36,6 +38,8 @@ __all__ = [
 BUCKETS = (1, 2, 4, 8, 16)
 MAX_CHUNK = 16384
 DEEP_MODES = ("open", "request", "off")
+NGRAM_MODES = ("pinned", "mapped")
+MAX_LINES = 1024  # what a router kernel chooses from
 ALIGN = 256
 _PAGE_ORDER = re.compile(r"forward|reversed|shuffled:[0-9]{1,18}")
 
@@ -56,6 +60,17 @@ class Limits:
     wants them, "off" never.  Refused buffers change time only.
     deep_rows: segments of at least so many rows take the deep pass.  Where no segment can hold that many,
     nothing is reserved.
+    expert_lines: device lines a layer for routed experts, the experts lying in pinned host memory; None = all
+    experts on the device and none on the host.  expert_lines_most: lines a layer that free device memory may
+    be filled up to; 0 = expert_lines alone.  expert_reserve_bytes, server_reserve_bytes: device memory that
+    lines leave free, the second also without expert_lines.  uniform_lines: every rank takes the fewest lines
+    that any of them has room for.
+    ring_depth, ring_lines: banks of the ring that the deep pass streams experts through, and lines of each.
+    ring_prefetch: fill banks for the next layer before its routing is known.
+    ngram: the n-gram table in "pinned" memory, or "mapped": read from the pack as rows are asked for.
+    host_bytes: most host memory the plan may take, 0 = what the system reports available less
+    host_reserve_bytes.
+    None of these changes a byte of any result.
     """
 
     context_tokens: int = 4096
@@ -70,6 +85,17 @@ class Limits:
     chunk: int = 0
     deep: str = "open"
     deep_rows: int = 512
+    expert_lines: int | None = None
+    expert_lines_most: int = 0
+    expert_reserve_bytes: int = 512 << 20
+    server_reserve_bytes: int = 0
+    uniform_lines: bool = False
+    ring_depth: int = 4
+    ring_lines: int = 64
+    ring_prefetch: bool = True
+    ngram: str = "pinned"
+    host_bytes: int = 0
+    host_reserve_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         ranges = (
@@ -81,9 +107,19 @@ class Limits:
             ("reserve_bytes", 0, 1 << 50),
             ("chunk", 0, MAX_CHUNK),
             ("deep_rows", 1, 1 << 20),
+            ("expert_lines", 0, MAX_LINES),
+            ("expert_lines_most", 0, MAX_LINES),
+            ("expert_reserve_bytes", 0, 1 << 50),
+            ("server_reserve_bytes", 0, 1 << 50),
+            ("ring_depth", 1, 64),
+            ("ring_lines", 1, MAX_LINES),
+            ("host_bytes", 0, 1 << 50),
+            ("host_reserve_bytes", 0, 1 << 50),
         )
         for name, low, high in ranges:
             value = getattr(self, name)
+            if name == "expert_lines" and value is None:
+                continue
             if not isinstance(value, int) or not low <= value <= high:
                 raise UsageError(f"limit {name} is outside its range", value=value, range=f"{low}..{high}")
         if self.prompt_rows > self.rows:
@@ -95,6 +131,8 @@ class Limits:
             )
         if not isinstance(self.deep, str) or self.deep not in DEEP_MODES:
             raise UsageError("deep is not known", value=self.deep, do=f"use one of {', '.join(DEEP_MODES)}")
+        if not isinstance(self.ngram, str) or self.ngram not in NGRAM_MODES:
+            raise UsageError("ngram is not known", value=self.ngram, do=f"use one of {', '.join(NGRAM_MODES)}")
         if not isinstance(self.page_order, str) or not _PAGE_ORDER.fullmatch(self.page_order):
             raise UsageError(
                 "page_order is not known",
@@ -245,6 +283,17 @@ class Layout:
         return self.config.n_active + 1
 
     @property
+    def offloads(self) -> bool:
+        """Whether the routed experts lie in host memory, with lines of them on the device."""
+        return self.limits.expert_lines is not None
+
+    @property
+    def lines_cap(self) -> int:
+        """Most device lines a layer may be given; 0 when nothing is offloaded."""
+        most = max(self.limits.expert_lines or 0, self.limits.expert_lines_most) if self.offloads else 0
+        return min(most, self.config.n_experts)
+
+    @property
     def width_cap(self) -> int:
         return max(self.config.moe_width, self.config.shared_width)
 
@@ -288,7 +337,7 @@ class Layout:
         return x, part, out
 
     def table_bytes(self) -> int:
-        """The tables arena: round rows, slots and pages, linear descriptors, expert lines."""
+        """The tables arena: round rows, slots and pages, linear descriptors, expert lines, the line caches."""
         at = Cursor()
         at.take(
             t.ROUND.itemsize
@@ -300,6 +349,10 @@ class Layout:
             at.take(len(group.members) * t.LINEAR.itemsize)
         for _ in range(self.config.n_layers):
             at.take((self.config.n_experts + 1) * t.LINE.itemsize)
+        if self.offloads:
+            at.take(self.config.n_layers * t.CACHE.itemsize)
+            at.take(self.config.n_layers * self.config.n_experts * t.HOME.itemsize)
+            at.take(max(self.config.n_layers * self.lines_cap * t.USE.itemsize, 1))
         return at.size_bytes
 
     def _work(self) -> dict[str, int]:
@@ -335,6 +388,8 @@ class Layout:
             "status": 4,
         }
         work = {name: rows * size for name, size in sizes.items()}
+        if self.offloads:  # distinct experts of a round's rows
+            work["fills"] = max(min(rows * c.n_active, self.lines_cap), 1) * t.FILL.itemsize
         for i_span, name in enumerate(("x", "part", "out")):
             work[name] = max(self._group_end(group, i_span) for group in self.groups)
         return work

@@ -19,6 +19,7 @@ from .layout import Layout
 __all__ = ["Step", "Value", "body_steps", "draw_steps", "head_steps"]
 
 Value = str | int | float
+FILL_BLOCKS = 64  # of line_fill; 8 reach the link's rate
 
 
 @dataclass(frozen=True)
@@ -348,6 +349,8 @@ def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
         },
         scope,
     )
+    if layout.offloads:
+        yield from _lines(layout, i_layer)
     yield Step(
         "moe_input",
         (-(-c.hidden // 512), 2 * slots, "rows"),
@@ -378,6 +381,27 @@ def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
         {**table, **size, "part": "moe_part", "y": "y", "n_experts": c.n_experts},
         scope,
     )
+
+
+def _lines(layout: Layout, i_layer: int) -> Iterator[Step]:
+    """Bring the experts that were chosen into device lines, as far as there are lines for them."""
+    stem = f"L{i_layer}"
+    yield Step(
+        "line_resolve",
+        (1,),
+        {
+            "routes": "routes",
+            "lines": f"{stem}.lines",
+            "homes": f"{stem}.homes",
+            "uses": f"{stem}.uses",
+            "cache": f"{stem}.cache",
+            "fills": "fills",
+            "n_experts": layout.config.n_experts,
+            "n_slots": layout.n_slots,
+        },
+        f"{stem}.moe",
+    )
+    yield Step("line_fill", (FILL_BLOCKS,), {"cache": f"{stem}.cache", "fills": "fills"}, f"{stem}.moe")
 
 
 def _ple(layout: Layout, i_layer: int, bits: int) -> Iterator[Step]:

@@ -9,7 +9,7 @@ import pytest
 from flashnext_drv.drv import api
 from flashnext_drv.drv.context import Context
 from flashnext_drv.engine.engine import Engine
-from flashnext_drv.engine.rank import plan
+from flashnext_drv.engine.plan import plan
 from flashnext_drv.ledger import Ledger
 
 pytestmark = pytest.mark.sim

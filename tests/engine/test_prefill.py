@@ -14,7 +14,7 @@ import pytest
 from flashnext_drv.drv import faults
 from flashnext_drv.drv.memory import copy_to_host
 from flashnext_drv.engine.engine import Engine, Limits, Prefill, Sampling
-from flashnext_drv.engine.rank import plan
+from flashnext_drv.engine.plan import plan
 from flashnext_drv.errors import Cancelled, DriverError, UsageError
 from flashnext_drv.kernels.tables import ROUND, ROW
 from flashnext_drv.model import deep_layout

@@ -12,7 +12,7 @@ import pytest
 
 from flashnext_drv.drv import faults
 from flashnext_drv.engine.engine import Engine, Limits, Prefill
-from flashnext_drv.engine.rank import plan
+from flashnext_drv.engine.plan import plan
 from flashnext_drv.errors import CapacityError, ContextLost, DriverError, UsageError
 from flashnext_drv.model import deep_layout
 

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from flashnext_drv.drv import faults
 from flashnext_drv.engine.engine import Engine, Limits, Prefill
+from flashnext_drv.engine.plan import plan
 from flashnext_drv.engine.prefill import Prompt, run_prompts
-from flashnext_drv.engine.rank import plan
 from flashnext_drv.engine.round import Window, run_round
 from flashnext_drv.engine.sequence import Sequence
 from flashnext_drv.errors import Cancelled
