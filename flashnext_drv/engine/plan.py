@@ -1,7 +1,7 @@
 """What a rank will allocate for given limits, before anything is.
 
-Called by engine/rank.py while it opens and by `flashnext-drv plan`.  What must stay true: bytes by owner equal
-the ledger's after the rank has opened.
+Called by engine/rank.py while it opens and by `flashnext-drv plan`.  What must stay true: bytes by owner
+equal the ledger's after the rank has opened.
 """
 
 from __future__ import annotations

@@ -132,7 +132,8 @@ class Limits:
         if not isinstance(self.deep, str) or self.deep not in DEEP_MODES:
             raise UsageError("deep is not known", value=self.deep, do=f"use one of {', '.join(DEEP_MODES)}")
         if not isinstance(self.ngram, str) or self.ngram not in NGRAM_MODES:
-            raise UsageError("ngram is not known", value=self.ngram, do=f"use one of {', '.join(NGRAM_MODES)}")
+            raise UsageError("ngram is not known", value=self.ngram,
+                             do=f"use one of {', '.join(NGRAM_MODES)}")
         if not isinstance(self.page_order, str) or not _PAGE_ORDER.fullmatch(self.page_order):
             raise UsageError(
                 "page_order is not known",
@@ -337,7 +338,7 @@ class Layout:
         return x, part, out
 
     def table_bytes(self) -> int:
-        """The tables arena: round rows, slots and pages, linear descriptors, expert lines, the line caches."""
+        """The tables arena: round rows, slots, pages, linear descriptors, expert lines, line caches."""
         at = Cursor()
         at.take(
             t.ROUND.itemsize
