@@ -7,8 +7,9 @@ equal the ledger's after the rank has opened.
 from __future__ import annotations
 
 from ..model.deep_layout import DeepLayout
-from ..model.layout import Layout, Plan, arena_bytes
+from ..model.layout import Layout, arena_bytes
 from ..model.pack import PackBase
+from ..model.plan import Plan
 from ..state.experts import expert_bytes
 from ..state.weights import weight_bytes
 

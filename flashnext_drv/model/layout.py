@@ -1,5 +1,4 @@
-"""Sizes and offsets of everything an engine allocates for given limits; a plan that can be read before
-anything is.
+"""Limits, and from them sizes and offsets of everything an engine allocates.
 
 Pure arithmetic over the configuration: no driver, no files.  engine/rank.py allocates exactly what stands
 here, and the names here are the owners in the ledger.  State geometry (pages, recurrent slots) is a byte form
@@ -9,10 +8,10 @@ that kernels share, see KV and recurrent offsets below.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import CapacityError, UsageError, bytes_text
+from ..errors import CapacityError, UsageError
 from ..kernels import tables as t
 from ..kernels.exl3 import dot_segments
 from .config import ModelConfig
@@ -28,11 +27,11 @@ __all__ = [
     "Layout",
     "Limits",
     "PageGeometry",
-    "Plan",
     "RecurrentGeometry",
     "aligned",
     "arena_bytes",
     "bucket_of",
+    "seat_lines",
 ]
 
 BUCKETS = (1, 2, 4, 8, 16)
@@ -51,7 +50,8 @@ class Limits:
     context_tokens: longest sequence, prompt and output.  sequences: live at one time.  rows: most rows of one
     launch round, 1..16.  prompt_rows: prompt tokens a launch takes at once, 1..rows; any value gives the same
     bytes.
-    device_bytes: most device memory the plan may take, 0 = what the driver reports free less reserve_bytes.
+    device_bytes: device memory that the engine counts with, 0 = what the driver reports free less
+    reserve_bytes; the plan and the reserves of experts and server must fit into it.
     graph: replay captured graphs in decode.  primary_context: use the device's primary context instead of
     an own one.
     page_order: "forward", "reversed" or "shuffled:<seed>": which physical pages a sequence is given.
@@ -68,8 +68,8 @@ class Limits:
     ring_depth, ring_lines: banks of the ring that the deep pass streams experts through, and lines of each.
     ring_prefetch: fill banks for the next layer before its routing is known.
     ngram: the n-gram table in "pinned" memory, or "mapped": read from the pack as rows are asked for.
-    host_bytes: most host memory the plan may take, 0 = what the system reports available less
-    host_reserve_bytes.
+    host_bytes: most host memory the plan may take, 0 = all but host_reserve_bytes of what the system reports
+    available, which no plan goes beyond.
     None of these changes a byte of any result.
     """
 
@@ -122,6 +122,12 @@ class Limits:
                 continue
             if not isinstance(value, int) or not low <= value <= high:
                 raise UsageError(f"limit {name} is outside its range", value=value, range=f"{low}..{high}")
+        if self.expert_lines_most and self.expert_lines is None:
+            raise UsageError(
+                "expert_lines_most needs expert_lines",
+                expert_lines_most=self.expert_lines_most,
+                do="give expert_lines too: experts are all on the device without it",
+            )
         if self.prompt_rows > self.rows:
             raise UsageError(
                 "prompt_rows is larger than rows",
@@ -199,43 +205,6 @@ class PageGeometry:
             kv.size_bytes,
             index.size_bytes,
         )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Bytes by owner and tier, before anything is allocated."""
-
-    device: Mapping[str, int]
-    pinned: Mapping[str, int]
-
-    def room(self, free_bytes: int, limits: Limits) -> int:
-        """Device bytes that the limits leave beside this plan; below 0 when it does not fit.
-
-        free_bytes: free before any of the plan was allocated.
-        """
-        allowed = limits.device_bytes or max(free_bytes - limits.reserve_bytes, 0)
-        return allowed - sum(self.device.values())
-
-    def require_fits(self, free_bytes: int, limits: Limits) -> None:
-        """Raises CapacityError naming the largest owner when the device part does not fit."""
-        need = sum(self.device.values())
-        allowed = self.room(free_bytes, limits) + need
-        if need > allowed:
-            largest = max(self.device, key=lambda owner: self.device[owner])
-            given = (
-                f"Limits.device_bytes allows {bytes_text(allowed)}"
-                if limits.device_bytes
-                else f"{bytes_text(free_bytes)} are free, of which {bytes_text(limits.reserve_bytes)} stay "
-                "in reserve"
-            )
-            raise CapacityError(
-                "the plan does not fit device memory",
-                needed_bytes=need,
-                allowed_bytes=allowed,
-                because=f"{given}; largest owner {largest} {bytes_text(self.device[largest])}, "
-                f"kv {bytes_text(self.device.get('kv', 0))}",
-                do="lower context_tokens, sequences or rows, or use a device with more memory",
-            )
 
 
 @dataclass
@@ -400,6 +369,21 @@ class Layout:
         offsets = self.member_offsets(name)[i_span]
         size = [m.k * 2 if i_span == 0 else m.n * 4 * (m.units if i_span == 1 else 1) for m in members]
         return max(offset + rows * width for offset, width in zip(offsets, size, strict=True))
+
+
+def seat_lines(
+    requested: int, most: int, rooms: Sequence[int], line_bytes: int, n_experts: int, uniform: bool = False
+) -> list[int]:
+    """Device lines a layer for each rank: those requested, and free memory filled with more.
+
+    requested: a floor, paid for before the rooms were measured.  most: lines that free memory is filled up
+    to; no more than requested fills nothing.  rooms: bytes a rank has left after the plan with the requested
+    lines.  line_bytes: of one more line in every layer.  uniform: all ranks take the fewest of any.
+    """
+    floor = min(requested, n_experts)
+    extra = max(min(most, n_experts) - floor, 0)
+    lines = [floor + (min(extra, max(room, 0) // line_bytes) if line_bytes else extra) for room in rooms]
+    return [min(lines)] * len(lines) if uniform and lines else lines
 
 
 def aligned(size_bytes: int) -> int:

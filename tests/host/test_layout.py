@@ -8,8 +8,9 @@ import pytest
 
 from flashnext_drv.errors import CapacityError, UsageError
 from flashnext_drv.kernels import tables as t
-from flashnext_drv.model.layout import Layout, Limits, Plan, aligned, arena_bytes, bucket_of
+from flashnext_drv.model.layout import Layout, Limits, aligned, arena_bytes, bucket_of
 from flashnext_drv.model.pack import Pack
+from flashnext_drv.model.plan import Plan
 
 pytestmark = pytest.mark.host
 MICRO = Path(__file__).parents[1] / "data" / "exl3_micro" / "pack"
