@@ -1,9 +1,9 @@
 """Bytes of a pack into device or pinned memory: read, staged and copied, or made in place by the fill kernel.
 
-Used by weights.py and experts.py while a rank opens.  What must stay true: a staging half is written again
-only after the event of its last copy; after `finish` every byte is in place.  A synthetic pack's large
-tensors are never made on the host: the kernel `synth_fill` writes the same bytes straight into the
-destination.
+Used by weights.py, experts.py and store.py while a rank opens.  What must stay true: a staging half is
+written again only after the event of its last copy; after `finish` every byte is in place.  A synthetic
+pack's large tensors are never made on the host: the kernel `synth_fill` writes the same bytes straight into
+the destination.
 """
 
 from __future__ import annotations
@@ -57,16 +57,25 @@ class Uploader(Owner):
 
     def tensor(self, address: int, name: str) -> None:
         """Place all bytes of tensor `name` at a device-visible address."""
+        if self.made(address, name):
+            return
+        size = self._pack.tensor(name).size
+        for first in range(0, size, HALF_BYTES):
+            part = min(HALF_BYTES, size - first)
+            self._pack.read_into(name, self._stage(part), first)
+            self._send(address + first, part)
+        self.told(size)
+
+    def made(self, address: int, name: str) -> bool:
+        """Whether kernel synth_fill makes the bytes of tensor `name` at a device-visible address; else they
+        must be read."""
         size = self._pack.tensor(name).size
         rule = self._pack.fill_plan(name)
-        if rule is not None and size >= SMALL_BYTES:
-            self._fill(address, size, rule)
-        else:
-            for first in range(0, size, HALF_BYTES):
-                part = min(HALF_BYTES, size - first)
-                self._pack.read_into(name, self._stage(part), first)
-                self._send(address + first, part)
-        self._told(size)
+        if rule is None or size < SMALL_BYTES:
+            return False
+        self._fill(address, size, rule)
+        self.told(size)
+        return True
 
     def array(self, address: int, values: npt.NDArray[np.generic]) -> None:
         """Place an array's bytes at a device-visible address."""
@@ -75,7 +84,7 @@ class Uploader(Owner):
             part = data[first : first + HALF_BYTES]
             self._stage(part.size)[:] = part
             self._send(address + first, part.size)
-        self._told(data.size)
+        self.told(data.size)
 
     def finish(self) -> None:
         """Wait until everything placed so far is there."""
@@ -105,7 +114,8 @@ class Uploader(Owner):
                 "synth_fill", -(-(part + 7) // 2048), dst=address + 2 * first, **rule.arguments(first, part)
             ).run(self._stream)
 
-    def _told(self, size: int) -> None:
+    def told(self, size: int) -> None:
+        """Tell the caller of the engine that `size` more bytes are placed."""
         if self._progress is not None:
             self._progress(size)
 

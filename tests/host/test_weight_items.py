@@ -13,7 +13,7 @@ from flashnext_drv.model.config import ModelConfig
 from flashnext_drv.model.header import Tensor
 from flashnext_drv.model.linears import Member
 from flashnext_drv.model.pack import Pack
-from flashnext_drv.state.experts import layer_line_bytes, part_bytes
+from flashnext_drv.state.lines import layer_line_bytes, part_bytes
 from flashnext_drv.state.weights import linear_items
 
 pytestmark = pytest.mark.host
