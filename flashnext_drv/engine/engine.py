@@ -25,6 +25,7 @@ import numpy as np
 from ..drv import api
 from ..drv.context import DeviceFacts
 from ..errors import CapacityError, UsageError, bytes_text
+from ..kernels.tables import COUNTERS
 from ..ledger import Ledger, Row
 from ..lifetime import Owner, Undo
 from ..model.layout import Limits
@@ -52,7 +53,10 @@ class Generation:
     finish: "length" or "stop".  times: seconds of prompt and decode, host clock around the whole phase.
     counters: prompt_tokens, new_tokens, graph_replays and eager_rounds of this request, and graph_failures:
     graphs switched off in it because a driver call failed; of the prompt: deep_chunks, deep_rows,
-    batched_rows, serial_rows and deep_refusals (MemoryReport.deep says why).
+    batched_rows, serial_rows and deep_refusals (MemoryReport.deep says why).  With Limits.expert_lines also
+    expert_<name> of kernels.tables.COUNTERS, over all layers: distinct experts of a round that were in a line
+    (hits) or not (misses), those brought in (fills, filled_bytes) over others (evictions), and those read in
+    host memory (in_place; reads and read_bytes by row).
     """
 
     tokens: list[int]
@@ -71,6 +75,8 @@ class MemoryReport:
     context.
     unexplained: what the driver lost since then and no entry explains.
     deep: of the deep prompt pass: rows it takes (0: there is none), chunk, refused (why), bytes by span.
+    experts: with Limits.expert_lines: lines asked for (requested) and given (lines) a layer, ring_bytes, and
+    in layers the counters of each since the engine was opened; else empty.
     """
 
     rows: list[Row]
@@ -80,6 +86,7 @@ class MemoryReport:
     unexplained_bytes: int
     graphs: Mapping[str, int] = field(default_factory=dict)
     deep: Mapping[str, Any] = field(default_factory=dict)
+    experts: Mapping[str, Any] = field(default_factory=dict)
 
     def table(self) -> str:
         """For people: one line an owner, largest first."""
@@ -101,6 +108,8 @@ class MemoryReport:
             lines.append(f"deep pass: {self.deep['rows']} rows a chunk; largest spans {largest}")
         elif self.deep:
             lines.append(f"deep pass: none; {self.deep['refused'] or 'no prompt has asked for it'}")
+        if self.experts:
+            lines.append(_expert_line(self.experts))
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -112,6 +121,7 @@ class MemoryReport:
             "unexplained_bytes": self.unexplained_bytes,
             "graphs": dict(self.graphs),
             "deep": dict(self.deep),
+            "experts": dict(self.experts),
         }
 
 
@@ -186,6 +196,8 @@ class Engine(Owner):
         Raises UsageError (ids, prefill), CapacityError (does not fit), Cancelled (prefill.cancel),
         ContractError (a NaN logit); the engine stays usable.
         """
+        self.require_open()
+        experts = self._expert_counters()
         started = time.perf_counter()
         counters = self.rank.graphs.counters
         before = (counters.replays, counters.eager_rounds, counters.failures)
@@ -216,6 +228,7 @@ class Engine(Owner):
                 "eager_rounds": counters.eager_rounds - before[1],
                 "graph_failures": counters.failures - before[2],
                 **self.prompts.since(prompts),
+                **{name: value - experts[name] for name, value in self._expert_counters().items()},
             },
         )
 
@@ -337,6 +350,7 @@ class Engine(Owner):
                 "refused": self.rank.deep_refused,
                 "spans": {} if deep is None else deep.layout.span_bytes(),
             },
+            self._experts(),
         )
 
     def _stream(
@@ -361,6 +375,26 @@ class Engine(Owner):
                     return
                 sequence.extend([token])
                 token = run_round(self.rank, [Window(sequence, 1, draw=True)]).tokens[0]
+
+    def _experts(self) -> dict[str, Any]:
+        """MemoryReport.experts."""
+        experts = self.rank.experts
+        if not experts.offloads:
+            return {}
+        layers = experts.counters(self.rank.stream)
+        return {
+            "requested": self.limits.expert_lines,
+            "lines": experts.n_lines,
+            "ring_bytes": self.ledger.live("device").get("ring", 0),
+            "layers": [{name: int(row[name]) for name in COUNTERS} for row in layers],
+        }
+
+    def _expert_counters(self) -> dict[str, int]:
+        """Counters of the line caches over all layers, by the names of Generation.counters."""
+        if not self.rank.experts.offloads:
+            return {}
+        layers = self.rank.experts.counters(self.rank.stream)
+        return {f"expert_{name}": int(layers[name].sum()) for name in COUNTERS}
 
     def _own(self, sequence: Sequence) -> Sequence:
         """The sequence, if its slot and pages are this engine's and its own.  Raises UsageError."""
@@ -395,6 +429,19 @@ class Engine(Owner):
             raise failures[0]
         if failures:
             raise ExceptionGroup("closing the engine failed", failures)
+
+
+def _expert_line(experts: Mapping[str, Any]) -> str:
+    """What `MemoryReport.table` says of experts in host memory."""
+    sums = {name: sum(layer[name] for layer in experts["layers"]) for name in COUNTERS}
+    wanted = sums["hits"] + sums["misses"]
+    rate = f"{sums['hits'] / wanted:.1%} of {wanted}" if wanted else "none wanted"
+    return (
+        f"experts in host memory: {experts['lines']} lines a layer, {experts['requested']} asked for, ring "
+        f"{bytes_text(experts['ring_bytes'])}; in lines {rate}, filled {sums['fills']} "
+        f"({bytes_text(sums['filled_bytes'])}), read in place {sums['in_place']} "
+        f"({bytes_text(sums['read_bytes'])})"
+    )
 
 
 def _chain(last: Exception, before: BaseException | None) -> list[Exception]:

@@ -46,7 +46,8 @@ Residents = Sequence[Sequence[int]]  # per layer the experts of lines 0, 1, ...
 class ExpertStore(Owner):
     """Owns the arena "experts", and with offloading the pinned arenas "experts.store".
 
-    n_lines: device lines a layer, 0..layout.lines_cap, by default as many; only with layout.offloads.
+    n_lines: device lines a layer, 0..layout.lines_cap, by default those the limits ask for; without
+    layout.offloads every expert has one.
     """
 
     def __init__(self, ctx: Context, layout: Layout, pack: PackBase, n_lines: int | None = None) -> None:
@@ -68,6 +69,11 @@ class ExpertStore(Owner):
     def offloads(self) -> bool:
         """Whether experts lie in host memory."""
         return self._store is not None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all experts, wherever they lie."""
+        return sum(int(layer.sizes.sum()) for layer in self._layers)
 
     def bytes_of(self, i_layer: int) -> int:
         """Bytes of a line of a layer."""
@@ -271,7 +277,7 @@ def _n_lines(layout: Layout, n_lines: int | None) -> int:
     if not layout.offloads:
         return layout.config.n_experts
     if n_lines is None:
-        return layout.lines_cap
+        return min(layout.limits.expert_lines or 0, layout.config.n_experts)
     if not 0 <= n_lines <= layout.lines_cap:
         raise UsageError("more lines than the layout has room for", value=n_lines, most=layout.lines_cap)
     return n_lines
