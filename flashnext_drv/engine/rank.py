@@ -23,12 +23,12 @@ from ..drv.context import Context
 from ..drv.memory import DeviceArena, PinnedArena, Span, copy_async, copy_to_host
 from ..drv.module import Launch
 from ..drv.stream import Event, Stream
-from ..errors import ContextLost, DriverError, bytes_text
+from ..errors import ContextLost, DriverError
+from ..host_memory import host_memory
 from ..kernels.bind import Kernels
 from ..ledger import Ledger
 from ..lifetime import Owner, Undo
-from ..model.deep_layout import deep_layouts
-from ..model.layout import MAX_CHUNK, Layout, Limits, arena_bytes
+from ..model.layout import Layout, Limits, arena_bytes
 from ..model.pack import PackBase
 from ..model.steps import Step, body_steps, draw_steps, head_steps
 from ..state.experts import ExpertStore
@@ -39,7 +39,7 @@ from ..state.upload import Uploader
 from ..state.weights import WeightStore
 from .deep import DeepPass, address_of
 from .graphs import GraphSet
-from .plan import plan
+from .plan import Sizer
 from .sequence import Sampling, Sequence
 
 __all__ = ["BODY", "HEAD", "TOKEN", "Progress", "Rank"]
@@ -92,10 +92,9 @@ class Rank(Owner):
         self.stream = undo.enter_context(Stream(ctx, "compute"))
         self._done = undo.enter_context(Event(ctx, "round.done"))
         self.kernels = undo.enter_context(Kernels(ctx))
-        planned = plan(layout, pack, guard)
-        free = ctx.free_bytes()
-        planned.require_fits(free, layout.limits)
-        self._plan_deep(planned.room(free, layout.limits), guard)
+        seating = Sizer(pack, guard).seat(layout, ctx.free_bytes(), host_memory().available_bytes)
+        self._deep_layout, self.deep_refused = seating.deep, seating.refused
+        self.chunk, planned = seating.chunk, seating.plan
         self.tables = undo.enter_context(DeviceTables(ctx, layout))
         self.pages = undo.enter_context(PagePool(ctx, layout, self.tables, guard))
         self.slots = undo.enter_context(SlotPool(ctx, layout, self.tables, guard))
@@ -106,10 +105,10 @@ class Rank(Owner):
         self._draws = undo.enter_context(PinnedArena(ctx, "draws", 8 * layout.rows_cap))
         self._draw_span = self._draws.span("draws", 8 * layout.rows_cap)
         self.weights = undo.enter_context(WeightStore(ctx, layout, pack))
-        self.experts = undo.enter_context(ExpertStore(ctx, layout, pack))
-        self._load(
-            pack, progress, sum(planned.device[o] for o in ("weights", "experts")) + planned.pinned["ngram"]
-        )
+        n_lines = planned.lines if layout.offloads else None
+        self.experts = undo.enter_context(ExpertStore(ctx, layout, pack, n_lines))
+        experts = planned.pinned.get("experts.store", planned.device["experts"])
+        self._load(pack, progress, planned.device["weights"] + experts + planned.pinned["ngram"])
         self.weights.describe(self.stream, self.tables, self.work)
         self._spans: dict[str, Span] = {**self.work, **self.weights.spans, **self.tables.spans}
         self._launches: dict[tuple[str, int], list[Launch]] = {}
@@ -123,26 +122,6 @@ class Rank(Owner):
         if layout.limits.deep == "open":
             self._make_deep()
         self._warm()
-
-    def _plan_deep(self, room: int, guard: bool) -> None:
-        """Choose the deep pass's layout: the largest that fits into `room` bytes."""
-        limits = self.layout.limits
-        choices = deep_layouts(self.layout)
-        fitting = [deep for deep in choices if deep.size_bytes(guard) <= room]
-        self._deep_layout = fitting[0] if fitting else None
-        self.chunk = limits.chunk or ((fitting or choices)[0].rows if choices else MAX_CHUNK)
-        if limits.deep == "off":
-            self.deep_refused = "Limits.deep is off"
-        elif not choices:
-            self.deep_refused = (
-                f"no segment of these limits reaches Limits.deep_rows={limits.deep_rows} rows"
-            )
-        elif not fitting:
-            need = choices[-1].size_bytes(guard)
-            self.deep_refused = (
-                f"the smallest deep buffers take {bytes_text(need)}, the plan leaves {bytes_text(room)}; "
-                "lower Limits.chunk or give more device memory"
-            )
 
     def want_deep(self) -> DeepPass | None:
         """The deep pass; with Limits.deep "request" it is made now if it is not there.  None: see

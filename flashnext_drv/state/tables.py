@@ -21,7 +21,7 @@ from ..kernels import tables as t
 from ..lifetime import Owner, Undo
 from ..model.layout import Layout
 
-__all__ = ["DeviceTables"]
+__all__ = ["DeviceTables", "shadow_bytes", "staging_bytes"]
 
 
 class DeviceTables(Owner):
@@ -34,14 +34,13 @@ class DeviceTables(Owner):
     def __init__(self, ctx: Context, layout: Layout) -> None:
         super().__init__("tables", holds=(ctx,))
         cap, n_slots, n_pages = layout.rows_cap, layout.limits.sequences, layout.pages_per_sequence
-        head = t.ROUND.itemsize + cap * (t.ROW.itemsize + t.RUN.itemsize) + n_slots * t.SLOT.itemsize
-        page_bytes = n_slots * n_pages * t.PAGE.itemsize
+        head, page_bytes = _published(layout)
         with Undo() as undo:
             self._arena = DeviceArena(ctx, "tables", layout.table_bytes())
             undo.callback(self._arena.close)
             self._head = self._arena.span("head", head)
             self._pages = self._arena.span("pages", page_bytes)
-            self._staging = PinnedArena(ctx, "tables.staging", 2 * (head + page_bytes + 512))
+            self._staging = PinnedArena(ctx, "tables.staging", staging_bytes(layout))
             undo.callback(self._staging.close)
             self._halves: list[tuple[Span, np.ndarray, Event]] = []
             for i_half in range(2):
@@ -49,6 +48,8 @@ class DeviceTables(Owner):
                 event = Event(ctx, f"tables.half{i_half}")
                 undo.callback(event.close)
                 self._halves.append((span, self._staging.host(span), event))
+            shadow = ctx.ledger.add("tables", "host", shadow_bytes(layout))
+            undo.callback(shadow.remove)
             self._undo = undo.pop_all()
         self._shadow = np.zeros(head, np.uint8)
         at = 0
@@ -112,3 +113,21 @@ class DeviceTables(Owner):
 
     def _release(self) -> None:
         self._undo.close()
+
+
+def shadow_bytes(layout: Layout) -> int:
+    """Plain host bytes of the shadows."""
+    return sum(_published(layout))
+
+
+def staging_bytes(layout: Layout) -> int:
+    """Pinned bytes of both staging halves."""
+    return 2 * (shadow_bytes(layout) + 512)
+
+
+def _published(layout: Layout) -> tuple[int, int]:
+    """Bytes of the head (round, rows, runs, slots) and of the pages."""
+    n_slots = layout.limits.sequences
+    head = t.ROUND.itemsize + layout.rows_cap * (t.ROW.itemsize + t.RUN.itemsize)
+    pages = n_slots * layout.pages_per_sequence * t.PAGE.itemsize
+    return head + n_slots * t.SLOT.itemsize, pages

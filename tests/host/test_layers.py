@@ -19,6 +19,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
     "ledger": ({"errors"}, set()),
     "lifetime": ({"errors"}, set()),
+    "host_memory": ({"errors"}, set()),
     "drv": ({"errors", "ledger", "lifetime", "drv", "sim"}, {"numpy", "cuda"}),
     "sim": ({"errors", "ledger", "lifetime", "sim", "kernels"}, {"numpy"}),
     "kernels": ({"errors", "ledger", "lifetime", "kernels", "drv"}, {"numpy"}),
@@ -26,13 +27,13 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "check": ({"errors", "ledger", "lifetime", "drv", "sim", "kernels", "ref", "check"}, {"numpy"}),
     "model": ({"errors", "ledger", "lifetime", "kernels", "model"}, {"numpy", "safetensors"}),
     "state": ({"errors", "ledger", "lifetime", "drv", "kernels", "model", "state"}, {"numpy", "safetensors"}),
-    "engine": ({"errors", "ledger", "lifetime", "drv", "kernels", "model", "state", "engine"}, {"numpy"}),
+    "engine": ({"errors", "ledger", "lifetime", "host_memory", "drv", "kernels", "model", "state", "engine"},
+               {"numpy"}),
     "bench": ({"errors", "ledger", "lifetime", "drv", "kernels", "model", "state", "engine", "bench"},
               {"numpy"}),
 }
-EVERYTHING = {"errors", "ledger", "lifetime", "drv", "sim", "kernels", "ref", "check", "model", "state",
-              "engine",
-              "bench", "root"}
+EVERYTHING = {"errors", "ledger", "lifetime", "host_memory", "drv", "sim", "kernels", "ref", "check", "model",
+              "state", "engine", "bench", "root"}
 RULES["server"] = (EVERYTHING | {"server"}, {"numpy", "starlette", "uvicorn", "tokenizers", "jinja2",
                                              "prometheus_client"})
 RULES["cli"] = (EVERYTHING | {"server", "cli"}, {"numpy", "safetensors"})
