@@ -94,14 +94,37 @@ FN_DEVICE float fn_log1p01(float t) {
     return fn_log_core(fn_add(fn_mul(u, 0.5f), -1.f), fn_div(c, u), 1);
 }
 
+// a / d, for d = 1 + t with 0 <= t <= 1, as sigmoid and silu meet it: |a| <= 1 or so unless d is 1.  On a GPU
+// without a division's branches, which would keep the chains of neighbouring values from overlapping: 1 / d is
+// rounded to nearest by the steps of __frcp_rn for numbers in its middle range, and a quotient from there by one
+// more remainder (Markstein).  d == 1 and a == 0 give a: no inf - inf, and -0 stays.
+FN_DEVICE float fn_rcp_1to2(float d) {
+#ifdef FN_SIM
+    return fn_div(1.f, d);
+#else
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+    return fn_fma(r, fn_fma(-d, r, 1.f), r);
+#endif
+}
+FN_DEVICE float fn_div_1to2(float a, float d, float r) {  // r = fn_rcp_1to2(d)
+#ifdef FN_SIM
+    return fn_div(a, d);
+#else
+    float q = fn_mul(a, r);
+    q = fn_fma(fn_fma(-q, d, a), r, q);
+    return d == 1.f || a == 0.f ? a : q;
+#endif
+}
+
 FN_DEVICE float fn_sigmoid(float x) {
-    float t = fn_exp(x < 0.f ? x : -x), d = fn_add(t, 1.f);
-    return fn_div(x < 0.f ? t : 1.f, d);
+    float t = fn_exp(x < 0.f ? x : -x), d = fn_add(t, 1.f), r = fn_rcp_1to2(d);
+    return x < 0.f ? fn_div_1to2(t, d, r) : r;
 }
 
 FN_DEVICE float fn_silu(float x) {
     float t = fn_exp(x < 0.f ? x : -x), d = fn_add(t, 1.f);
-    return fn_div(x < 0.f ? fn_mul(x, t) : x, d);
+    return fn_div_1to2(x < 0.f ? fn_mul(x, t) : x, d, fn_rcp_1to2(d));
 }
 
 FN_DEVICE float fn_softplus(float x) {
