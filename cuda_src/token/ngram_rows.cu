@@ -5,12 +5,13 @@
 //             ceil(n_heads * row_dim / 64) k blocks.  bits 0..8; row_dim % 16 == 0, 16 <= row_dim <= 1024;
 //             n_heads even: the first half hashes two tokens, the second three.  head_bias (n_heads, row_dim)
 //             f16 or null.  The table is aligned to 2 bytes only and may lie in mapped host memory.  Rows >=
-//             n_rows are not written.
+//             n_rows are not written.  gathered != 0: the table holds the rows asked for and no others, that of
+//             row r and head h at index r * n_heads + h; tokens, offsets, sizes and multipliers are not read.
 // Launch      grid (n_heads, rows_cap), block 128, shared 1032 B (NgramShared).  A block per table row.
 // Arithmetic  hash in wrapping 64-bit integers, remainder of the signed value made non-negative; value =
 //             f16(f32(mul1[state]) * f32(scale) + f32(bias)): multiply, add (left out without head_bias), one
 //             rounding to f16; plain rows: f16(f32(bf16) + f32(bias)).
-// Equality    exact; a row's bytes depend on the three tokens alone.
+// Equality    exact; a row's bytes depend on the three tokens alone, gathered or not.
 // Reference   ref/exl3.py.  Source: the pack's layer_multipliers, head_vocab_sizes, head_offsets, head_bias.
 #include "exl3.cuh"
 
@@ -56,13 +57,14 @@ FN_DEVICE u64 table_row(const FnRow& row, u32 head, const i64* offsets, const i6
 
 FN_KERNEL((const FnRound* round, const FnRow* rows, const u16* table, u32 bits, const u16* head_bias,
            const i64* head_offsets, const i64* head_sizes, const i64* multipliers, u32 eos, u32 n_heads,
-           u32 row_dim, u16* emb, u32 tiled)) {
+           u32 row_dim, u16* emb, u32 tiled, u32 gathered)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(NgramShared, s);
     u32 r = blockIdx.y, head = blockIdx.x;
     if (r >= round->n_rows) return;
     u32 n_words = bits ? 1u + row_dim * bits / 16u : row_dim;
-    u64 i_row = table_row(rows[r], head, head_offsets, head_sizes, multipliers, eos, n_heads);
+    u64 i_row = gathered ? (u64)r * n_heads + head
+                         : table_row(rows[r], head, head_offsets, head_sizes, multipliers, eos, n_heads);
     const u16* source = table + i_row * n_words;
     float scale = 1.f;
     if (bits) {

@@ -181,24 +181,34 @@ def _ngram_rows(case: Case, seed: int) -> Operands:
         for i in range(n):
             for j in range(3):
                 ids[j, i] = _EOS if i >> j & 1 else 100 + 10 * i + j
-    rows = _rows(n, cap, token=ids[0], prev1=ids[1], prev2=ids[2])
-    has_bias, tiled = bool(case.int("bias")), int(case.dims.get("tiled", 0))
+    has_bias, tiled, gathered = (int(case.dims.get(name, 0)) for name in ("bias", "tiled", "gathered"))
+    rows = _rows(n, cap) if gathered else _rows(n, cap, token=ids[0], prev1=ids[1], prev2=ids[2])
+    named = np.array([hash_rows(int(ids[0, r]), int(ids[1, r]), int(ids[2, r]), _EOS, sizes, offsets,
+                                _MULTIPLIERS) for r in range(n)], np.int64)
+    stored = table
+    if gathered:
+        stored = poison((cap * heads, words), np.dtype(np.uint16))
+        stored[:n * heads] = table[named.reshape(-1)]
 
     def expect(out: Arrays) -> None:
         rows16 = from_tiles(out["emb"]) if tiled else out["emb"]
         got = (rows16[:n, :heads * dim] if tiled else from_fragment(rows16[:n])).reshape(n, heads, dim)
         for r in range(n):
-            at = hash_rows(int(ids[0, r]), int(ids[1, r]), int(ids[2, r]), _EOS, sizes, offsets, _MULTIPLIERS)
-            same_bits(f"emb row {r}", got[r], decode_ngram_rows(table[at], dim, bias if has_bias else None))
+            want = decode_ngram_rows(table[named[r]], dim, bias if has_bias else None)
+            same_bits(f"emb row {r}", got[r], want)
         untouched("emb", rows16[n:])
         untouched("emb", rows16[:, heads * dim:])
 
     emb = poison((cap, heads * dim), np.dtype(np.float16))
-    arrays: Arrays = {"round": round_table(n, cap), "rows": rows, "table": table, "head_offsets": offsets,
-                      "head_sizes": sizes, "multipliers": np.array(_MULTIPLIERS, np.int64),
+    arrays: Arrays = {"round": round_table(n, cap), "rows": rows, "table": stored,
                       "emb": to_tiles(emb) if tiled else emb}
     scalars: dict[str, int | float] = {"bits": width, "eos": _EOS, "n_heads": heads, "row_dim": dim,
-                                       "tiled": tiled}
+                                       "tiled": tiled, "gathered": gathered}
+    if gathered:
+        scalars |= dict.fromkeys(("head_offsets", "head_sizes", "multipliers"), 0)
+    else:
+        arrays |= {"head_offsets": offsets, "head_sizes": sizes,
+                   "multipliers": np.array(_MULTIPLIERS, np.int64)}
     if has_bias:
         arrays["head_bias"] = bias
     else:

@@ -126,6 +126,14 @@ NGRAM_ROWS: Final = (
         "fn_tile_at(k_blocks, r & ~1u, k)",
         "tiled_bits4",
     ),
+    _one(
+        "gathered_by_head",
+        "index",
+        _NGRAM,
+        "gathered ? (u64)r * n_heads + head",
+        "gathered ? (u64)head * gridDim.y + r",
+        "gathered_bits5",
+    ),
 )
 
 PLE_MIX: Final = (

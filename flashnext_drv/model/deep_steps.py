@@ -410,8 +410,9 @@ class _Walk:
             "ngram_rows",
             (n_heads, self.rows),
             {
+        gathered = self.layout.limits.ngram == "mapped"
                 "rows": "rows",
-                "table": f"{stem}.ngram.table",
+                "table": f"{stem}.ngram.chunk" if gathered else f"{stem}.ngram.table",
                 "bits": bits,
                 "head_bias": f"{stem}.ngram.head_bias" if bits else 0,
                 "head_offsets": f"{stem}.ngram.head_offsets",
@@ -427,6 +428,7 @@ class _Walk:
         )
         yield self._linear(group)
         key, value = self._outs(group)
+                "gathered": int(gathered),
         state: dict[str, Value] = {"slots": "slots", "tail_offset": self.layout.recurrent.ple_tail[i_layer]}
         yield Step(
             "ple_gate",

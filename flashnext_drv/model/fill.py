@@ -36,6 +36,7 @@ __all__ = [
     "fill_words",
     "rows",
     "signed",
+    "table_words",
     "tensor_key",
     "uniform",
     "words",
@@ -168,6 +169,32 @@ def fill_into(rule: FillRule, dest: npt.NDArray[np.uint8], first_byte: int) -> N
     dest[:] = whole[first_byte - 2 * first :][: dest.size]
 
 
+def table_words(
+    rule: FillRule, i_rows: npt.NDArray[np.int64], keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint16]:
+    """Rows i_rows (n,) of tensors made by `rows`: (n, words) u16, host; any order, any repeats.
+
+    keys: (n,) u64, the key of the tensor that each row is of; all else is the same in all of them: `rule`'s.
+    """
+    if rule.kind != ROWS:
+        raise UsageError("the tensor is not made of rows", kind=rule.kind, do="use fill_words")
+    n_words = rule.p0
+    out = np.empty((len(i_rows), n_words), np.uint16)
+    lanes, n_hashes = np.arange(n_words), (n_words + 6) // 4  # a row begins at any of a hash's four words
+    block = max(_BLOCK // n_hashes, 1)
+    scratch = np.empty((2, block * n_hashes), np.uint64)
+    for at in range(0, len(i_rows), block):
+        first = i_rows[at : at + block] * n_words
+        x, t = scratch[:, : len(first) * n_hashes]
+        np.multiply(first.astype(np.uint64) // np.uint64(4), np.uint64(_GAMMA), out=t[: len(first)])
+        start = t[: len(first)] + keys[at : at + block]
+        np.add(start[:, None], _STEPS[:n_hashes], out=x.reshape(len(first), n_hashes))
+        made = _mixed(x, t).view(np.uint16).reshape(len(first), -1)
+        out[at : at + block] = np.take_along_axis(made, first[:, None] % 4 + lanes, axis=1)
+    out[:, 0] = np.uint16(rule.p1) + (out[:, 0] & np.uint16(rule.p2))
+    return out
+
+
 def _check_scale(k: int, bf16: bool) -> None:
     if not 0 <= k <= (100 if bf16 else 14):
         raise UsageError("scale 2^-k is out of range", k=k, do="use 0..14 for f16, 0..100 for bf16")
@@ -200,6 +227,11 @@ def _hashes(key: int, j: int, count: int, scratch: npt.NDArray[np.uint64]) -> np
     """hash(key, j .. j + count - 1) in scratch[0]; scratch[1] is overwritten."""
     x, t = scratch[0, :count], scratch[1, :count]
     np.add(_STEPS[:count], np.uint64((key + j * _GAMMA) & _M64), out=x)
+    return _mixed(x, t)
+
+
+def _mixed(x: npt.NDArray[np.uint64], t: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64's output function of x, in x; t of the same size is overwritten."""
     np.right_shift(x, np.uint64(30), out=t)
     np.bitwise_xor(x, t, out=x)
     np.multiply(x, _MIX1, out=x)

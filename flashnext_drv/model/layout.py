@@ -360,6 +360,8 @@ class Layout:
         work = {name: rows * size for name, size in sizes.items()}
         if self.offloads:  # distinct experts of a round's rows
             work["fills"] = max(min(rows * c.n_active, self.lines_cap), 1) * t.FILL.itemsize
+        if self.limits.ngram == "mapped":  # no row is wider than plain ones
+            work["ngram"] = len(c.ple_layers) * aligned(rows * c.n_ngram_heads * 2 * c.ngram_row_dim)
         for i_span, name in enumerate(("x", "part", "out")):
             work[name] = max(self._group_end(group, i_span) for group in self.groups)
         return work

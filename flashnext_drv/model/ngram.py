@@ -59,6 +59,24 @@ class NgramInfo:
         """Bits a value in the EXL3 row code; 0 for plain rows, as the kernels count."""
         return self.codec if isinstance(self.codec, int) else 0
 
+    def rows_of(
+        self, token: npt.NDArray[Any], prev1: npt.NDArray[Any], prev2: npt.NDArray[Any], eos: int
+    ) -> npt.NDArray[np.int64]:
+        """Table rows that tokens name, (n, heads) i64: what kernel ngram_rows hashes.
+
+        token, prev1, prev2: (n,) ids and the two before each, eos where the sequence has none.
+        """
+        n_heads = len(self.head_sizes)
+        m0, m1, m2 = self.multipliers.astype(np.uint64)
+        before = np.where(prev1 == eos, eos, prev2)
+        second = token.astype(np.uint64) * m0 ^ prev1.astype(np.uint64) * m1
+        third = second ^ before.astype(np.uint64) * m2
+        mixed = np.empty((len(token), n_heads), np.int64)
+        mixed[:, : n_heads // 2] = second.view(np.int64)[:, None]
+        mixed[:, n_heads // 2 :] = third.view(np.int64)[:, None]
+        found: npt.NDArray[np.int64] = mixed % self.head_sizes + self.head_offsets
+        return found
+
 
 class Source(Protocol):
     """What a pack offers here."""

@@ -407,12 +407,13 @@ def _lines(layout: Layout, i_layer: int) -> Iterator[Step]:
 def _ple(layout: Layout, i_layer: int, bits: int) -> Iterator[Step]:
     c, stem = layout.config, f"L{i_layer}"
     n_heads = (c.ngram_size - 1) * c.heads_per_ngram
+    gathered = layout.limits.ngram == "mapped"
     yield Step(
         "ngram_rows",
         (n_heads, "rows"),
         {
             "rows": "rows",
-            "table": f"{stem}.ngram.table",
+            "table": f"{stem}.ngram.rows" if gathered else f"{stem}.ngram.table",
             "bits": bits,
             "head_bias": f"{stem}.ngram.head_bias" if bits else 0,
             "head_offsets": f"{stem}.ngram.head_offsets",
@@ -423,6 +424,7 @@ def _ple(layout: Layout, i_layer: int, bits: int) -> Iterator[Step]:
             "row_dim": c.ple_dim // n_heads,
             "emb": "emb",
             "tiled": 0,
+            "gathered": int(gathered),
         },
         f"{stem}.ple",
     )

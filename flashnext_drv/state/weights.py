@@ -25,6 +25,7 @@ from ..model.deep_layout import DeepLayout, deep_operands
 from ..model.layout import Layout, aligned, arena_bytes
 from ..model.linears import Group, Member
 from ..model.pack import PackBase
+from ..model.rows import staging_bytes
 from ..model.weight import LinearInfo
 from .tables import DeviceTables
 from .upload import Uploader
@@ -47,7 +48,7 @@ class Item:
 
 
 class WeightStore(Owner):
-    """Owns the arena "weights" and the pinned arena "ngram".
+    """Owns the arena "weights" and, unless the table is mapped, the pinned arena "ngram".
 
     spans: by the names that model/steps.py uses ("embed", "L3.qsa.q_norm", "L1.ngram.table", ...).
     """
@@ -148,11 +149,12 @@ class WeightStore(Owner):
 
 
 def weight_bytes(layout: Layout, pack: PackBase) -> tuple[int, int]:
-    """(device, pinned) bytes that a WeightStore takes."""
-    return (
-        arena_bytes(i.size_bytes for i in _items(layout, pack)),
-        sum(aligned(size) for _, size, _ in _ngram_tables(layout, pack)),
-    )
+    """Bytes of the device arena "weights" and of the pinned arena "ngram": the tables, or with a mapped table
+    the staging of a round's rows (state/ngram.py)."""
+    tables = sum(aligned(size) for _, size, _ in _ngram_tables(layout, pack))
+    if layout.limits.ngram == "mapped":
+        tables = staging_bytes(layout, pack, layout.rows_cap, times=2)
+    return arena_bytes(i.size_bytes for i in _items(layout, pack)), tables
 
 
 def _items(layout: Layout, pack: PackBase) -> Iterator[Item]:
@@ -227,6 +229,9 @@ def linear_items(pack: PackBase, info: LinearInfo, member: Member | None = None)
 
 
 def _ngram_tables(layout: Layout, pack: PackBase) -> Iterator[tuple[str, int, tuple[str, ...]]]:
+    """(name, bytes, tensors) of every table that is held whole."""
+    if layout.limits.ngram == "mapped":
+        return
     for i_ple, i_layer in enumerate(layout.config.ple_layers):
         info = pack.ngram(i_ple)
         yield (
