@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,26 @@ def prompt_ids(count: int, vocab: int) -> list[int]:
     return [(i * 2654435761 + 12345) % (1 << 32) % vocab for i in range(count)]
 
 
-def decode(engine: Engine, sequence: Sequence, n_tokens: int) -> tuple[list[int], list[float]]:
-    """n_tokens greedy tokens and the seconds of each step."""
+def decode(
+    engine: Engine,
+    sequence: Sequence,
+    n_tokens: int,
+    forced: list[int] | None = None,
+    after: Callable[[], None] | None = None,
+) -> tuple[list[int], list[float]]:
+    """n_tokens greedy tokens and the seconds of each step.
+
+    forced: the ids that go into the sequence in their place.  after: called behind each step, not timed.
+    """
     tokens, seconds = [], []
-    for _ in range(n_tokens):
+    for i in range(n_tokens):
         started = time.perf_counter()
         token = run_round(engine.rank, [Window(sequence, 1, draw=True)]).tokens[0]
         seconds.append(time.perf_counter() - started)
-        sequence.extend([token])
+        sequence.extend([token if forced is None else forced[i]])
         tokens.append(token)
+        if after is not None:
+            after()
     return tokens, seconds
 
 
