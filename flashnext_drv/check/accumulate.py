@@ -256,6 +256,8 @@ NO_SUMS: Final[dict[str, str]] = {
     "ple_tail": "copies",
     "draw_rows": "its sums are of integers",
     "synth_fill": "integers",
+    "line_resolve": "integers",
+    "line_fill": "copies",
     "math_sweep": "single functions",
     "math_f64": "single functions",
     "mma_tiles_f16": "one step, compared bit for bit with an integer model",

@@ -1,6 +1,7 @@
 """Operands of the move family's contract cases.
 
-Called by check/contract.py.  The expectation comes from ref/move.py, element by element in Python integers.
+Called by check/contract.py.  The expectation of synth_fill comes from ref/move.py, element by element in
+Python integers; those of the line kernels stand in cases_lines.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from ..kernels.spec import Case
 from ..ref import move as ref
+from . import cases_lines
 from .contract import Operands, poison
 from .operands import untouched
 
@@ -23,6 +25,8 @@ _M64: Final = (1 << 64) - 1
 
 def build(name: str, case: Case, seed: int) -> Operands:
     """Operands of `case` of kernel `name`, drawn with `seed`."""
+    if name in cases_lines.BUILDERS:
+        return cases_lines.BUILDERS[name](case, seed)
     if name != "synth_fill":
         raise ValueError(f"the move family has no kernel {name}")
     scalars = _scalars(case, seed)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import planted_token as planted
+from . import planted_move, planted_token
 from .limits import limits_of
 from .spec import PTR, U32, U64, Arg, Case, KernelSpec
 
-__all__ = ["KERNELS", "SYNTH_FILL"]
+__all__ = ["KERNELS", "LINE_FILL", "LINE_RESOLVE", "SYNTH_FILL"]
 
 _FILL: Final[dict[str, int | str]] = {"kind": "words", "first": 0, "count": 4096, "at": 0}
 
@@ -41,7 +41,7 @@ SYNTH_FILL: Final = KernelSpec(
     exempt={"order": "no sum", "mates": "one tensor at a time: it has no rows",
             "midpoints": "values are exact in the format by definition",
             "nonfinite": "its inputs are integers"},
-    controls=planted.SYNTH_FILL,
+    controls=planted_token.SYNTH_FILL,
     cases=(
         Case("words", _FILL, shows=("integers",)),
         Case("words_skewed", {**_FILL, "first": 5, "count": 2051, "at": 3}),
@@ -100,4 +100,102 @@ SYNTH_FILL: Final = KernelSpec(
     ),
 )
 
-KERNELS: Final[tuple[KernelSpec, ...]] = (SYNTH_FILL,)
+_INTEGERS: Final = {
+    "order": "no sum of floats",
+    "midpoints": "works on integers alone",
+    "nonfinite": "works on integers alone",
+}
+
+
+def _lines(name: str, rows: int, n_experts: int, n_lines: int, n_active: int, **dims: int | str) -> Case:
+    """wants: whether rows ask for experts "in" lines, in "none" or "any".  empty: lines without an expert.
+    ages: "drawn", "same", or "never" used.  clock: of the round before."""
+    given = {"rows": rows, "rows_cap": max(rows, 1) + 1, "n_experts": n_experts, "n_lines": n_lines,
+             "n_active": n_active, "wants": "any", "empty": 0, "ages": "drawn", "clock": 5000, **dims}
+    return Case(name, given)
+
+
+LINE_RESOLVE: Final = KernelSpec(
+    name="line_resolve",
+    source="move/line_resolve.cu",
+    order="",
+    args=(
+        Arg("round", PTR, "FnRound", "r"),
+        Arg("routes", PTR, "FnRoute (rows_cap, n_slots)", "r"),
+        Arg("lines", PTR, "FnLine[n_experts + 1]", "rw"),
+        Arg("homes", PTR, "FnHome[n_experts]", "rw"),
+        Arg("uses", PTR, "FnUse[cache.n_lines or more]", "rw"),
+        Arg("cache", PTR, "FnCache", "rw"),
+        Arg("fills", PTR, "FnFill[as many as lines or routed pairs]", "w"),
+        Arg("n_experts", U32, "routed experts, 1..1024"),
+        Arg("n_slots", U32, "active experts + 1, 2..33"),
+    ),
+    grid="1",
+    block=256,
+    shared_bytes=10624,
+    limits=limits_of("line_resolve"),
+    reference="lines.line_resolve",
+    bound="exact: integers only",
+    exempt={**_INTEGERS, "mates": "a round's rows share the lines: its reference is compared whole",
+            "integers": "works on integers alone: every case is exact"},
+    controls=planted_move.LINE_RESOLVE,
+    cases=(
+        _lines("one_row_in", 1, 16, 8, 3, wants="in"),
+        _lines("one_row_missing", 1, 16, 8, 3, wants="none"),
+        _lines("opened", 1, 16, 8, 5, ages="never", clock=0),
+        _lines("three_rows", 3, 40, 21, 4),
+        _lines("published_in", 1, 512, 72, 10, wants="in"),
+        _lines("published", 1, 512, 72, 10),
+        _lines("published_rows", 16, 512, 72, 10),
+        _lines("half", 4, 512, 257, 10),
+        _lines("all_in_lines", 16, 512, 512, 10),
+        _lines("no_lines", 2, 16, 0, 4),
+        _lines("one_line", 2, 16, 1, 4, wants="none"),
+        _lines("one_too_few", 1, 16, 3, 4, wants="none"),
+        _lines("just_enough", 1, 16, 4, 4, wants="none"),
+        _lines("one_more", 1, 16, 5, 4, wants="none"),
+        _lines("few_lines_many_rows", 16, 64, 12, 8),
+        _lines("empty_lines", 2, 30, 14, 5, empty=6),
+        _lines("same_age", 2, 60, 33, 6, wants="none", ages="same"),
+        _lines("clock_wraps", 2, 60, 33, 6, clock=0xFFFFFFFF),
+        _lines("fewest_slots", 1, 2, 1, 1, wants="none"),
+        _lines("most", 16, 1024, 1023, 32),
+        _lines("most_missing", 16, 1024, 500, 32),
+        _lines("no_rows", 0, 16, 8, 3, wants="none"),
+    ),
+)
+
+
+def _fills(name: str, grid: int, sizes: str) -> Case:
+    """sizes: bytes of each fill."""
+    return Case(name, {"grid": grid, "sizes": sizes})
+
+
+LINE_FILL: Final = KernelSpec(
+    name="line_fill",
+    source="move/line_fill.cu",
+    order="",
+    args=(
+        Arg("cache", PTR, "FnCache", "r"),
+        Arg("fills", PTR, "FnFill[cache.n_fills or more]", "r"),
+    ),
+    grid="any",
+    block=256,
+    limits=limits_of("line_fill"),
+    reference="lines.line_fill",
+    bound="exact: moves bytes",
+    exempt={**_INTEGERS, "mates": "it has no rows", "integers": "moves bytes: every case is exact"},
+    controls=planted_move.LINE_FILL,
+    cases=(
+        _fills("one_word", 1, "16"),
+        _fills("one_piece", 1, "32768"),
+        _fills("ends_of_pieces", 3, "32752,32768,32784,16"),
+        _fills("more_blocks", 7, "40000,16"),
+        _fills("one_block", 1, "70000,33024,256"),
+        _fills("many", 5, ",".join(["512"] * 40)),
+        _fills("published_grid", 64, "614400,409600"),
+        _fills("none", 4, ""),
+    ),
+)
+
+KERNELS: Final[tuple[KernelSpec, ...]] = (SYNTH_FILL, LINE_RESOLVE, LINE_FILL)
