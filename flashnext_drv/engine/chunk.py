@@ -51,6 +51,9 @@ def run_chunk(rank: Rank, windows: List[Window], sink: Sink | None = None) -> Ro
         set_sampling(rank, sequence)
         tokens = sequence.next_tokens(window.n_rows, eos)
         runs.append(ChunkRun(sequence.i_slot, sequence.position, tokens))
+    if deep.ngram is not None:
+        with rank.ctx.active():
+            deep.ngram.gather(runs)
     kept: list[npt.NDArray[np.float32]] = []
     taken = sink or (lambda i_window, first, block: kept.append(block))
     try:

@@ -19,6 +19,7 @@ from ..model.deep_layout import DeepLayout
 from ..model.deep_steps import deep_steps
 from ..model.steps import Step
 from ..state.deep import ChunkRun, DeepBuffers
+from ..state.ngram import ChunkRows, NgramRows
 from ..state.tables import DeviceTables
 from ..state.weights import WeightStore
 
@@ -27,6 +28,7 @@ __all__ = ["DeepPass", "address_of"]
 
 class DeepPass(Owner):
     """Owns the buffers of the deep pass.  spans: of a rank, by name; holds: what its launches use.
+    ngram: rows of a mapped table, gathered before `forward`, or None: the table is pinned.
 
     All launches are bound here, and the first of every kernel is made, on no rows: the driver loads it now,
     not in a request.
@@ -46,16 +48,21 @@ class DeepPass(Owner):
         *,
         embed_bf16: bool,
         ngram_bits: Mapping[int, int],
+        ngram: NgramRows | None = None,
     ) -> None:
         super().__init__("deep", holds=(ctx, kernels, tables, weights, *holds))
         self.layout = deep
         self._ctx, self._stream, self._kernels = ctx, stream, kernels
         self._forms = (embed_bf16, dict(ngram_bits))
         self._launches: dict[int, list[Launch]] = {}
+        self.ngram: ChunkRows | None = None
         with Undo() as undo:
             guard = ctx.facts.is_simulator
             self.buffers = undo.enter_context(DeepBuffers(ctx, stream, deep, tables, weights, guard))
             self._spans = {**spans, **self.buffers.spans}
+            if ngram is not None:
+                self.ngram = undo.enter_context(ngram.chunk(ctx, deep.rows))
+                self._spans |= self.ngram.spans
             self._warm()
             self._undo = undo.pop_all()
 
@@ -89,6 +96,8 @@ class DeepPass(Owner):
             self.buffers.publish(self._stream, runs, bucket)
             for launch in launches:
                 launch.run(self._stream)
+                if self.ngram is not None and launch.name == "ngram_rows":
+                    self.ngram.release(self._stream)
                 if observer is not None:
                     self._stream.synchronize()
                     observer(launch)

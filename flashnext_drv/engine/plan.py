@@ -18,6 +18,7 @@ from ..model.deep_layout import DeepLayout, deep_layouts
 from ..model.layout import BUCKETS, MAX_CHUNK, Layout, Limits, arena_bytes, seat_lines
 from ..model.pack import PackBase
 from ..model.plan import Plan, host_allowed
+from ..model.rows import ngram_staging_bytes
 from ..state import upload
 from ..state.lines import layer_line_bytes
 from ..state.tables import shadow_bytes, staging_bytes
@@ -90,6 +91,8 @@ class Sizer:
         if deep is not None:
             device["deep"] = deep.size_bytes(guard)
             pinned["deep.staging"] = 2 * deep.sizes["tables"]
+            if limits.ngram == "mapped":
+                pinned["deep.ngram"] = ngram_staging_bytes(layout, self._pack, deep.rows)
             if layout.offloads:
                 ring = (limits.ring_depth, limits.ring_lines)
                 device["ring"] = limits.ring_depth * limits.ring_lines * max(self._line_bytes)

@@ -33,6 +33,7 @@ from ..model.pack import PackBase
 from ..model.steps import Step, body_steps, draw_steps, head_steps
 from ..state.experts import ExpertStore
 from ..state.kv import PagePool
+from ..state.ngram import NgramRows
 from ..state.recurrent import SlotPool
 from ..state.tables import DeviceTables
 from ..state.upload import Uploader
@@ -56,6 +57,7 @@ class Rank(Owner):
     pack: checked against `layout.config`.  progress: told of bytes loaded.  Raises CapacityError before
     anything is allocated when the plan does not fit; OutOfMemory, BuildError and CheckpointError with
     everything given back.
+    ngram: the rows of a mapped n-gram table, or None: the table is pinned.
     use_graphs: whether rounds replay graphs, by default Limits.graph; may be changed between rounds.
     deep: the deep prompt pass, or None.  deep_refused: why there is none ("": there is one, or none was
     asked for yet).  chunk: most rows of a prompt's segment.
@@ -105,12 +107,19 @@ class Rank(Owner):
         self._draws = undo.enter_context(PinnedArena(ctx, "draws", 8 * layout.rows_cap))
         self._draw_span = self._draws.span("draws", 8 * layout.rows_cap)
         self.weights = undo.enter_context(WeightStore(ctx, layout, pack))
+        self.ngram: NgramRows | None = None
+        table_bytes = planned.pinned["ngram"]
+        if layout.limits.ngram == "mapped":
+            self.ngram = undo.enter_context(NgramRows(ctx, layout, pack, self.work["ngram"]))
+            table_bytes = 0
         n_lines = planned.lines if layout.offloads else None
         self.experts = undo.enter_context(ExpertStore(ctx, layout, pack, n_lines))
         experts = planned.pinned.get("experts.store", planned.device["experts"])
-        self._load(pack, progress, planned.device["weights"] + experts + planned.pinned["ngram"])
+        self._load(pack, progress, planned.device["weights"] + experts + table_bytes)
         self.weights.describe(self.stream, self.tables, self.work)
         self._spans: dict[str, Span] = {**self.work, **self.weights.spans, **self.tables.spans}
+        if self.ngram is not None:
+            self._spans |= self.ngram.spans
         self._launches: dict[tuple[str, int], list[Launch]] = {}
         self.graphs = undo.enter_context(
             GraphSet(
@@ -148,6 +157,7 @@ class Rank(Owner):
                 (self.pages, self.slots, self._work, self.experts),
                 embed_bf16=self._embed_bf16,
                 ngram_bits=self._ngram_bits,
+                ngram=self.ngram,
             )
             self.deep_refused = ""
         except ContextLost:

@@ -50,7 +50,8 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
 
     Raises UsageError (nothing changed) when windows overlap, hold more rows than the limits or more than is
     pending, or an id outside the vocabulary; CapacityError when pages run out; ContractError when a logit of
-    a row that draws is NaN (the sequences have advanced); DriverError, after which the sequences' states on
+    a row that draws is NaN (the sequences have advanced); CheckpointError when the files of a mapped n-gram
+    table lost rows (nothing changed); DriverError, after which the sequences' states on
     the device are unknown: they take part in no further round and can only be closed.  So it is after
     anything else that stops the launches half-way, KeyboardInterrupt too.
     """
@@ -64,8 +65,14 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
         rank.pages.reserve(sequence.i_slot, sequence.position + window.n_rows)
     bucket = bucket_of(n_rows)
     _fill(rank, windows, n_rows, bucket)
+    if rank.ngram is not None:
+        with rank.ctx.active():
+            rank.ngram.gather(rank.tables.rows[:n_rows])
     head = any(window.draw or window.logits for window in windows)
     try:
+        if rank.ngram is not None:
+            with rank.ctx.active():
+                rank.ngram.publish(rank.stream)
         rank.forward(TOKEN if head else BODY, bucket)
         for window in windows:
             window.sequence.n_done += window.n_rows

@@ -405,12 +405,12 @@ class _Walk:
     def _ple(self, i_layer: int, bits: int) -> Iterator[Step]:
         c, stem = self.c, f"L{i_layer}"
         n_heads = c.n_ngram_heads
+        gathered = self.layout.limits.ngram == "mapped"
         group = f"{stem}.ple"
         yield Step(
             "ngram_rows",
             (n_heads, self.rows),
             {
-        gathered = self.layout.limits.ngram == "mapped"
                 "rows": "rows",
                 "table": f"{stem}.ngram.chunk" if gathered else f"{stem}.ngram.table",
                 "bits": bits,
@@ -423,12 +423,12 @@ class _Walk:
                 "row_dim": c.ple_dim // n_heads,
                 "emb": "d_emb",
                 "tiled": 1,
+                "gathered": int(gathered),
             },
             group,
         )
         yield self._linear(group)
         key, value = self._outs(group)
-                "gathered": int(gathered),
         state: dict[str, Value] = {"slots": "slots", "tail_offset": self.layout.recurrent.ple_tail[i_layer]}
         yield Step(
             "ple_gate",

@@ -21,7 +21,7 @@ from .layout import Layout, aligned
 from .ngram import NgramInfo
 from .pack import PackBase
 
-__all__ = ["FileRows", "RowReader", "RuleRows", "row_reader", "staging_bytes"]
+__all__ = ["FileRows", "RowReader", "RuleRows", "ngram_staging_bytes", "row_reader"]
 
 _AHEAD: Final = 1024  # rows that the system is told of before the first of them is read
 
@@ -120,7 +120,7 @@ def row_reader(pack: PackBase, info: NgramInfo) -> RowReader:
     return RuleRows(info, made) if len(made) == len(rules) else FileRows(info, pack)
 
 
-def staging_bytes(layout: Layout, pack: PackBase, rows: int, times: int = 1) -> int:
+def ngram_staging_bytes(layout: Layout, pack: PackBase, rows: int, times: int = 1) -> int:
     """Pinned bytes that `rows` tokens' table rows of every PLE layer take, each layer's `times`."""
     n_heads = layout.config.n_ngram_heads
     sizes = [pack.ngram(i).row_bytes * n_heads * rows for i in range(len(layout.config.ple_layers))]

@@ -25,7 +25,7 @@ from ..drv.stream import Event, Stream
 from ..lifetime import Owner, Undo
 from ..model.layout import Layout, aligned
 from ..model.pack import PackBase
-from ..model.rows import row_reader, staging_bytes
+from ..model.rows import ngram_staging_bytes, row_reader
 
 if TYPE_CHECKING:
     from .deep import ChunkRun
@@ -80,7 +80,7 @@ class NgramRows(Owner):
         self._targets = list(self.spans.values())
         self._halves: list[tuple[list[Span], list[npt.NDArray[np.uint8]], Event]] = []
         with Undo() as undo:
-            arena = PinnedArena(ctx, "ngram", staging_bytes(layout, pack, self._cap, times=2))
+            arena = PinnedArena(ctx, "ngram", ngram_staging_bytes(layout, pack, self._cap, times=2))
             undo.callback(arena.close)
             for i_half in range(2):
                 spans = [arena.span(f"half{i_half}.{i}", size) for i, size in enumerate(sizes)]
@@ -134,7 +134,7 @@ class ChunkRows(Owner):
         self._tables = tables
         self.spans: dict[str, Span] = {}
         with Undo() as undo:
-            arena = PinnedArena(ctx, "deep.ngram", staging_bytes(layout, pack, rows))
+            arena = PinnedArena(ctx, "deep.ngram", ngram_staging_bytes(layout, pack, rows))
             undo.callback(arena.close)
             for i_layer, wide in zip(tables.layers, tables.row_bytes, strict=True):
                 name = f"L{i_layer}.ngram.chunk"

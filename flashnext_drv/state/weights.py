@@ -25,7 +25,7 @@ from ..model.deep_layout import DeepLayout, deep_operands
 from ..model.layout import Layout, aligned, arena_bytes
 from ..model.linears import Group, Member
 from ..model.pack import PackBase
-from ..model.rows import staging_bytes
+from ..model.rows import ngram_staging_bytes
 from ..model.weight import LinearInfo
 from .tables import DeviceTables
 from .upload import Uploader
@@ -153,7 +153,7 @@ def weight_bytes(layout: Layout, pack: PackBase) -> tuple[int, int]:
     the staging of a round's rows (state/ngram.py)."""
     tables = sum(aligned(size) for _, size, _ in _ngram_tables(layout, pack))
     if layout.limits.ngram == "mapped":
-        tables = staging_bytes(layout, pack, layout.rows_cap, times=2)
+        tables = ngram_staging_bytes(layout, pack, layout.rows_cap, times=2)
     return arena_bytes(i.size_bytes for i in _items(layout, pack)), tables
 
 
