@@ -136,12 +136,15 @@ class Launch:
 
     shared_bytes: dynamic, a block; above 48 KiB `Function.allow_shared` comes first.
     holds: the owners its arguments point into; a graph that captures the launch keeps them open.
+    names: of the arguments, in order, for `word`.
     """
 
-    __slots__ = ("_args", "_head", "_tail", "block", "function", "grid", "holds", "name", "shared_bytes")
+    __slots__ = ("_args", "_head", "_names", "_tail", "block", "function", "grid", "holds", "name",
+                 "shared_bytes")
 
     def __init__(self, function: Function, grid: tuple[int, int, int], block: int | tuple[int, int, int],
-                 shared_bytes: int, args: Packed, *, holds: tuple[Owner, ...] = ()) -> None:
+                 shared_bytes: int, args: Packed, *, holds: tuple[Owner, ...] = (),
+                 names: tuple[str, ...] = ()) -> None:
         self.function = function
         self.name = function.name
         self.grid = grid
@@ -151,6 +154,7 @@ class Launch:
         self.shared_bytes = shared_bytes
         self.holds = holds
         self._args = args
+        self._names = names
         self._head = (function.handle, *grid, *self.block, shared_bytes)
         self._tail = (args.address, 0)
 
@@ -165,6 +169,23 @@ class Launch:
             here.capture.note((self.function.module, *self.holds))
         with stream.ctx.active():
             api.cuLaunchKernel(*self._head, stream.handle, *self._tail)
+
+    def run_grid(self, stream: Stream, grid: tuple[int, int, int]) -> None:
+        """As `run` with another grid, eagerly: not while a stream of this thread is being captured."""
+        if here.capture is not None:
+            raise UsageError(f"launch of {self.name} with a grid of its own cannot be captured",
+                             do="bind a launch for that grid")
+        with stream.ctx.active():
+            api.cuLaunchKernel(self.function.handle, *grid, *self.block, self.shared_bytes, stream.handle,
+                               *self._tail)
+
+    def word(self, name: str) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """(1,) uint64, host: a pointer argument's own bytes.  What is written there counts from the next run
+        on; a run given to a stream keeps what it was given.  Raises UsageError on an unknown name."""
+        if name not in self._names:
+            raise UsageError(f"launch of {self.name} has no argument called {name!r}")
+        at = int(self._args.pointers[self._names.index(name)]) - self._args.data.ctypes.data
+        return self._args.data[at:at + 8].view(np.uint64)
 
     def __repr__(self) -> str:
         return f"<Launch {self.name} grid {self.grid} block {self.block}>"

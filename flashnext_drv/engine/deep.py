@@ -2,33 +2,76 @@
 
 Made by engine/rank.py at open or at the first prompt that wants it; engine/prefill.py drives it.  What must
 stay true: a chunk leaves in a sequence's pages and slot the bytes that serial decode leaves; launches keep
-their arguments for the pass's whole life; a pass that cannot be made changes time only.
+their arguments for the pass's whole life, but for the tiles of a batch; a pass that cannot be made changes
+time only.
+
+Where experts are offloaded the ring (state/ring.py) brings them: a layer's expert launches then run once for
+each batch of experts, and the host waits for each layer's routing before it knows the batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
 
 from ..drv.context import Context
 from ..drv.memory import DeviceArena, Span
 from ..drv.module import Launch
 from ..drv.stream import Stream
 from ..kernels.bind import Kernels
+from ..kernels.moe_deep import deep_pairs
 from ..lifetime import Owner, Undo
 from ..model.deep_layout import DeepLayout
 from ..model.deep_steps import deep_steps
 from ..model.steps import Step
 from ..state.deep import ChunkRun, DeepBuffers
+from ..state.experts import ExpertStore
 from ..state.ngram import ChunkRows, NgramRows
+from ..state.ring import Ring, Turn
 from ..state.tables import DeviceTables
 from ..state.weights import WeightStore
 
 __all__ = ["DeepPass", "address_of"]
 
+PLANNED = "moe_plan_scan"  # its launch says which experts a layer uses
+SENT = "line_fill"  # its launch sends the ring's tables; the batches' launches follow
+BATCHED = ("moe_deep_input", "moe_deep_gu", "moe_deep_down")
+Observer = Callable[[Launch], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Batched:
+    """A launch of one batch's tiles: its argument words, and the blocks in x for each tile."""
+
+    launch: Launch
+    tiles: np.ndarray[Any, np.dtype[np.uint64]]
+    n_tiles: np.ndarray[Any, np.dtype[np.uint64]]
+    blocks: int
+
+    def run(self, stream: Stream, turn: Turn) -> None:
+        self.tiles[0], self.n_tiles[0] = turn.tiles, turn.n_tiles_at
+        _, y, z = self.launch.grid
+        self.launch.run_grid(stream, (self.blocks * turn.n_tiles, y, z))
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """Where a layer's PLANNED and SENT launches stand in the walk, and its batches' launches behind them."""
+
+    planned: int
+    sent: int
+    batched: tuple[_Batched, ...]
+
 
 class DeepPass(Owner):
-    """Owns the buffers of the deep pass.  spans: of a rank, by name; holds: what its launches use.
-    ngram: rows of a mapped table, gathered before `forward`, or None: the table is pinned.
+    """Owns the buffers of the deep pass, and its ring.  spans: of a rank, by name; holds: what its launches
+    use.  experts: the store of offloaded experts, None where all are resident.
+    ring: None where all experts are resident.  ngram: rows of a mapped table, gathered before `forward`, or
+    None: the table is pinned.
 
     All launches are bound here, and the first of every kernel is made, on no rows: the driver loads it now,
     not in a request.
@@ -48,6 +91,7 @@ class DeepPass(Owner):
         *,
         embed_bf16: bool,
         ngram_bits: Mapping[int, int],
+        experts: ExpertStore | None = None,
         ngram: NgramRows | None = None,
     ) -> None:
         super().__init__("deep", holds=(ctx, kernels, tables, weights, *holds))
@@ -55,16 +99,26 @@ class DeepPass(Owner):
         self._ctx, self._stream, self._kernels = ctx, stream, kernels
         self._forms = (embed_bf16, dict(ngram_bits))
         self._launches: dict[int, list[Launch]] = {}
+        self._layers: dict[int, list[_Layer]] = {}
+        self.ring: Ring | None = None
         self.ngram: ChunkRows | None = None
         with Undo() as undo:
             guard = ctx.facts.is_simulator
             self.buffers = undo.enter_context(DeepBuffers(ctx, stream, deep, tables, weights, guard))
             self._spans = {**spans, **self.buffers.spans}
+            if experts is not None:
+                self.ring = undo.enter_context(Ring(ctx, stream, deep, experts, self.buffers.spans, guard))
+                self._spans |= self.ring.spans
             if ngram is not None:
                 self.ngram = undo.enter_context(ngram.chunk(ctx, deep.rows))
                 self._spans |= self.ngram.spans
             self._warm()
             self._undo = undo.pop_all()
+
+    @property
+    def arenas(self) -> tuple[DeviceArena, ...]:
+        """The arenas that kernels and copies write."""
+        return (self.buffers.arena, *(() if self.ring is None else (self.ring.arena,)))
 
     @property
     def arena(self) -> DeviceArena:
@@ -82,25 +136,75 @@ class DeepPass(Owner):
     def launches(self, rows: int) -> list[Launch]:
         """The launches of a chunk; rows: one of layout.buckets()."""
         if rows not in self._launches:
-            self._launches[rows] = [self._bind(step) for step in self.steps(rows)]
+            steps = self.steps(rows)
+            launches = self._launches[rows] = [self._bind(step) for step in steps]
+            if self.ring is not None:
+                self._layers[rows] = list(self._cut(rows, launches))
         return self._launches[rows]
 
-    def forward(self, runs: Sequence[ChunkRun], observer: Callable[[Launch], None] | None = None) -> None:
+    def forward(self, runs: Sequence[ChunkRun], observer: Observer | None = None) -> None:
         """Publish the chunk's rows and launch its walk on the compute stream; returns before it is done.
 
         observer: called after every launch, with the launch done.  Slots and pages must be published.
         """
-        bucket = self.layout.bucket(sum(run.n_rows for run in runs))
+        n_rows = sum(run.n_rows for run in runs)
+        bucket = self.layout.bucket(n_rows)
         launches = self.launches(bucket)
         with self._ctx.active():
             self.buffers.publish(self._stream, runs, bucket)
-            for launch in launches:
-                launch.run(self._stream)
-                if self.ngram is not None and launch.name == "ngram_rows":
-                    self.ngram.release(self._stream)
-                if observer is not None:
-                    self._stream.synchronize()
-                    observer(launch)
+            if self.ring is None:
+                self._give(launches, observer)
+                return
+            try:
+                self.ring.begin(n_rows)
+                self._stream_experts(self.ring, launches, self._layers[bucket], observer)
+            except BaseException:
+                self.ring.drop()
+                raise
+
+    def _give(self, launches: Sequence[Launch], observer: Observer | None) -> None:
+        for launch in launches:
+            launch.run(self._stream)
+            if self.ngram is not None and launch.name == "ngram_rows":
+                self.ngram.release(self._stream)
+            if observer is not None:
+                self._stream.synchronize()
+                observer(launch)
+
+    def _stream_experts(
+        self, ring: Ring, launches: list[Launch], layers: Sequence[_Layer], observer: Observer | None
+    ) -> None:
+        """The walk with the ring."""
+        start = 0
+        for i_layer, layer in enumerate(layers):
+            self._give(launches[start : layer.planned + 1], observer)
+            ring.routed()
+            self._give(launches[layer.planned + 1 : layer.sent], observer)
+            push = partial(self._give, launches[layer.sent : layer.sent + 1], observer)
+            for turn in ring.turns(i_layer, push):
+                for batched in layer.batched:
+                    batched.run(self._stream, turn)
+                    if observer is not None:
+                        self._stream.synchronize()
+                        observer(batched.launch)
+            start = layer.sent + 1 + len(layer.batched)
+        self._give(launches[start:], observer)
+
+    def _cut(self, rows: int, launches: Sequence[Launch]) -> Iterator[_Layer]:
+        """Find each layer's expert launches in a walk."""
+        layout = self.layout.layout
+        tiles_cap = deep_pairs(rows, layout.n_slots, layout.config.n_experts)[1]
+        names = [launch.name for launch in launches]
+        planned = 0
+        for _ in range(layout.config.n_layers):
+            planned = names.index(PLANNED, planned + 1)
+            sent = names.index(SENT, planned)
+            batched = launches[sent + 1 : sent + 1 + len(BATCHED)]
+            assert tuple(launch.name for launch in batched) == BATCHED
+            yield _Layer(planned, sent, tuple(
+                _Batched(each, each.word("tiles"), each.word("n_tiles"), each.grid[0] // tiles_cap)
+                for each in batched
+            ))
 
     def _warm(self) -> None:
         rows = self.layout.buckets()[0]
@@ -120,10 +224,13 @@ class DeepPass(Owner):
             name: address_of(self._spans, value) if isinstance(value, str) else value
             for name, value in step.args.items()
         }
-        return self._kernels.launch(step.kernel, grid, round=self._spans["round"], **args)
+        if "round" in self._kernels.arguments(step.kernel):
+            args["round"] = self._spans["round"]
+        return self._kernels.launch(step.kernel, grid, **args)
 
     def _release(self) -> None:
         self._launches.clear()
+        self._layers.clear()
         self._undo.close()
 
 

@@ -58,6 +58,10 @@ class Kernels(DriverOwner):
         """Every kernel that can be launched."""
         return tuple(self._specs)
 
+    def arguments(self, kernel: str) -> tuple[str, ...]:
+        """The declared names of a kernel's arguments, in order."""
+        return tuple(arg.name for arg in self._specs[kernel][0].args)
+
     def module(self, family: str) -> Module:
         """The module of a family."""
         return self._modules[family]
@@ -100,7 +104,7 @@ def make_launch(module: Module, spec: KernelSpec, grid: int | tuple[int, ...],
     if dynamic_bytes:
         function.allow_shared(dynamic_bytes)
     return Launch(function, _grid(spec, grid), spec.block, dynamic_bytes, pack(spec.offsets(), values),
-                  holds=tuple(arenas.values()))
+                  holds=tuple(arenas.values()), names=tuple(arg.name for arg in spec.args))
 
 
 def simulator_image(family: str, digest: str = "") -> bytes:

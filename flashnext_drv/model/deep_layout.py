@@ -4,8 +4,12 @@ Pure arithmetic over a Layout: no driver, no files.  state/deep.py allocates exa
 arena "deep"; model/deep_steps.py names its spans.  What must stay true: the mixer's spans and the experts'
 spans may lie in the same bytes, because no step reads one side after the other side was written.
 
-    arena "deep":  [tables | linears | d_streams | d_m | ... | shared ]
+    arena "deep":  [tables | linears | ring | d_streams | d_m | ... | shared ]
                                                       shared = mixer's spans, or experts' spans
+
+Where the experts lie in host memory (Layout.offloads) "ring" holds what a layer's expert kernels work
+through: lines, and the plan's tiles batch by batch.  The plan itself then goes to pinned memory, where the
+host reads it.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ class DeepLayout:
     sizes: bytes of the spans that lie one after another in the arena, by name.  shared: (offset, bytes) of
     the spans inside the span "shared".  tables: (offset, bytes) of round, runs and rows inside "tables".
     linears: (offset, bytes) of each group's descriptors inside "linears".
+    With offloaded experts, else empty: ring: (offset, bytes) inside "ring" of lines, number of tiles of each
+    batch, and the batches' tiles.  plan: (offset, bytes) in pinned memory of what moe_plan_scan says.
     """
 
     layout: Layout
@@ -49,6 +55,8 @@ class DeepLayout:
     shared: dict[str, tuple[int, int]] = field(init=False)
     tables: dict[str, tuple[int, int]] = field(init=False)
     linears: dict[str, tuple[int, int]] = field(init=False)
+    ring: dict[str, tuple[int, int]] = field(init=False)
+    plan: dict[str, tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.tables = _places(
@@ -63,7 +71,22 @@ class DeepLayout:
             {name: len(groups[name].members) * t.LINEAR.itemsize for name in deep_groups(self.layout)}
         )
         mixer, experts = self._mixer(), self._experts()
+        tiles = {"d_n_tiles": 4, "d_tiles": self.pairs[1] * t.TILE.itemsize}
+        self.ring, self.plan = {}, {}
         self.sizes = {"tables": _end(self.tables), "linears": _end(self.linears), **self._private()}
+        if self.layout.offloads:
+            n_lines = self.layout.config.n_experts + 1
+            self.ring = _places(
+                {
+                    "d_lines": n_lines * t.LINE.itemsize,
+                    "d_batch_n": n_lines * 4,  # the most batches: one expert in each
+                    "d_batch_tiles": tiles["d_tiles"],
+                }
+            )
+            self.plan = _places(tiles)
+            self.sizes["ring"] = _end(self.ring)
+        else:
+            self.sizes |= tiles
         self.shared = {}
         if OVERLAY:
             self.shared = _places(mixer) | _places(experts)
@@ -93,7 +116,8 @@ class DeepLayout:
 
     def span_bytes(self) -> dict[str, int]:
         """Bytes by name, the overlaid spans too; for people."""
-        return self.sizes | {name: size for name, (_, size) in self.shared.items()}
+        inside = self.shared | self.ring
+        return self.sizes | {name: size for name, (_, size) in inside.items()}
 
     def buckets(self) -> tuple[int, ...]:
         """Launch grids' row counts: powers of two from 128 on, and `rows` itself."""
@@ -125,7 +149,6 @@ class DeepLayout:
     def _private(self) -> dict[str, int]:
         c, rows = self.layout.config, self.rows
         blocks = rows // ROW_STEP * (c.n_experts + 1) * 4
-        pairs_cap, tiles_cap = self.pairs
         return {
             "d_streams": rows * c.n_streams * c.hidden * 4,
             "d_rinv": rows * c.n_streams * 4,
@@ -137,10 +160,8 @@ class DeepLayout:
             "d_routes": rows * self.layout.n_slots * t.ROUTE.itemsize,
             "d_counts": blocks,
             "d_starts": blocks,
-            "d_tiles": tiles_cap * t.TILE.itemsize,
-            "d_n_tiles": 4,
             "d_pair_at": rows * self.layout.n_slots * 4,
-            "d_pair_of": pairs_cap * 4,
+            "d_pair_of": self.pairs[0] * 4,
         }
 
     def _mixer(self) -> dict[str, int]:

@@ -5,6 +5,10 @@ updates have forms of their own with the same bytes.  Span names are those of mo
 "rows" and "runs" are the chunk's tables; descriptors are the tables `<group>.deep`.  Grids are for a bucket
 of rows; rows beyond the chunk's are neither read nor written.
 
+Where the experts lie in host memory, line_fill sends the lines and tiles that the host wrote, and
+moe_deep_input to moe_deep_down are for one batch of a layer's experts: the host runs them for each batch,
+with that batch's tiles and grids.
+
 The walk ends with the streams after the last layer, and its last expert output in d_y: rows whose logits are
 asked for go through decode's head.
 """
@@ -20,7 +24,9 @@ from ..kernels.tables import FORMAT_BF16, FORMAT_F16
 from .deep_layout import ROW_STEP, DeepLayout
 from .steps import Step, Value
 
-__all__ = ["deep_steps"]
+__all__ = ["PUSH_BLOCKS", "deep_steps"]
+
+PUSH_BLOCKS = 8  # of line_fill, which sends a layer's lines and tiles: some 90 KiB
 
 
 def deep_steps(
@@ -309,8 +315,10 @@ class _Walk:
         scope = f"{stem}.moe"
         slots: dict[str, Value] = {"n_slots": self.layout.n_slots}
         counted: dict[str, Value] = {**slots, "n_experts": c.n_experts}
-        lines: dict[str, Value] = {"lines": f"{stem}.lines"}
-        tiles: dict[str, Value] = {"tiles": "d_tiles", "n_tiles": "d_n_tiles"}
+        offloads = self.layout.offloads
+        plan: dict[str, Value] = {"tiles": "d_tiles", "n_tiles": "d_n_tiles"}
+        lines: dict[str, Value] = {"lines": "d_lines" if offloads else f"{stem}.lines"}
+        tiles: dict[str, Value] = {"tiles": "d_batch_tiles", "n_tiles": "d_batch_n"} if offloads else plan
         yield Step(
             "router_pick",
             (self.rows,),
@@ -333,7 +341,7 @@ class _Walk:
             "moe_plan_scan",
             (1,),
             {
-                **tiles,
+                **plan,
                 "counts": "d_counts",
                 "starts": "d_starts",
                 "n_experts": c.n_experts,
@@ -353,6 +361,10 @@ class _Walk:
             },
             scope,
         )
+        if offloads:
+            yield Step(
+                "line_fill", (PUSH_BLOCKS,), {"cache": "push_cache", "fills": "push_fill"}, scope
+            )
         yield Step(
             "moe_deep_input",
             (tiles_cap, c.hidden // 128),

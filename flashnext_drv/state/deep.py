@@ -73,7 +73,7 @@ class DeepBuffers(Owner):
                 event = Event(ctx, f"deep.half{i_half}")
                 undo.callback(event.close)
                 self._halves.append((span, self._staging.host(span), event))
-            for outer, places in (("tables", deep.tables), ("shared", deep.shared)):
+            for outer, places in (("tables", deep.tables), ("shared", deep.shared), ("ring", deep.ring)):
                 for name, (at, part) in places.items():
                     self.spans[name] = self.spans[outer].sub(at, part, f"deep.{name}")
             self._describe(stream, weights)

@@ -95,7 +95,9 @@ class ExpertStore(Owner):
         row: np.void = self._layers[i_layer].placed([i_expert], [base])[0]
         return row
 
-    def line_rows(self, i_layer: int, experts: Sequence[int], bases: npt.ArrayLike) -> npt.NDArray[Any]:
+    def line_rows(
+        self, i_layer: int, experts: Sequence[int] | npt.NDArray[Any], bases: npt.ArrayLike
+    ) -> npt.NDArray[Any]:
         """(n,) LINE: as `line_row` for several experts, one base each."""
         return self._layers[i_layer].placed(experts, bases)
 
