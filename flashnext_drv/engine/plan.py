@@ -21,6 +21,7 @@ from ..model.plan import Plan, host_allowed
 from ..model.rows import ngram_staging_bytes
 from ..state import upload
 from ..state.lines import layer_line_bytes
+from ..state.ring import ring_bytes, ring_staging_bytes
 from ..state.tables import shadow_bytes, staging_bytes
 from ..state.weights import weight_bytes
 
@@ -94,8 +95,9 @@ class Sizer:
             if limits.ngram == "mapped":
                 pinned["deep.ngram"] = ngram_staging_bytes(layout, self._pack, deep.rows)
             if layout.offloads:
-                ring = (limits.ring_depth, limits.ring_lines)
-                device["ring"] = limits.ring_depth * limits.ring_lines * max(self._line_bytes)
+                ring = (limits.ring_depth, min(limits.ring_lines, config.n_experts))
+                device["ring"] = ring_bytes(layout, max(self._line_bytes), guard)
+                pinned["ring.staging"] = ring_staging_bytes(deep)
         return Plan(
             device,
             pinned,
