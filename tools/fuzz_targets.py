@@ -37,6 +37,7 @@ from flashnext_drv.model.layout import DEEP_MODES, Layout, Limits
 from flashnext_drv.model.manifest import FileEntry, Manifest
 from flashnext_drv.model.ngram import ngram_info
 from flashnext_drv.model.pack import Pack
+from flashnext_drv.model.source import open_pack
 from flashnext_drv.state.tables import DeviceTables
 from tools import fuzz_pack
 from tools.fuzz_values import mangle_bytes, mangle_json, odd_int, odd_text, odd_value
@@ -334,7 +335,7 @@ def _launch(rng: random.Random, bench: Bench) -> None:
 def _synth(rng: random.Random, bench: Bench) -> None:
     text = "synth:" + mangle_bytes(rng, b"micro?seed=3&ngram_rows=200&locality=0.5&mixed=0").decode(
         "utf-8", "surrogateescape")
-    engine_module._opened(text)
+    open_pack(text)
 
 
 def _engine(rng: random.Random, bench: Bench) -> None:

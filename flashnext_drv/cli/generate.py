@@ -11,7 +11,9 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from .ids import add_ids, read_ids
-from .report import GOOD, Progress, add_prefill, deep_limits, prefill_of, print_json, prompt_lines
+from .limits import add_limits, memory_limits
+from .prompt import add_prefill, deep_limits, prefill_of, prompt_lines
+from .report import GOOD, Progress, print_json
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine, Generation
@@ -49,6 +51,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "--context", type=int, metavar="N", help="tokens of cache (default: prompt and --max-new)"
     )
     add_prefill(parser)
+    add_limits(parser)
     parser.add_argument(
         "--graph",
         action=argparse.BooleanOptionalAction,
@@ -80,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         context_tokens=len(ids) + args.max_new if args.context is None else args.context,
         graph=args.graph,
         **deep_limits(args),
+        **memory_limits(args),
     )
     stop_ids = () if args.no_stop else args.stop_id
     n_new = 0

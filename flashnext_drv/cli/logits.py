@@ -17,7 +17,9 @@ import numpy as np
 
 from ..errors import UsageError
 from .ids import add_ids, parse_rows, read_ids
-from .report import GOOD, Progress, add_prefill, deep_limits, prefill_of, print_json, prompt_lines
+from .limits import add_limits, memory_limits
+from .prompt import add_prefill, deep_limits, prefill_of, prompt_lines
+from .report import GOOD, Progress, print_json
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -43,6 +45,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--out", required=True, metavar="F.npz", help="file to write")
     parser.add_argument("--rows", metavar="A:B,...", help="positions, ends exclusive (default: all)")
     add_prefill(parser)
+    add_limits(parser)
     parser.add_argument(
         "--device", choices=("auto", "cuda", "sim"), help="default: FLASHNEXT_DRV_DEVICE, else auto"
     )
@@ -61,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--out is a file F.npz in an existing folder", value=args.out)
     progress = Progress()
     prefill = prefill_of(args, progress)
-    limits = Limits(context_tokens=max(end for _, end in ranges), **deep_limits(args))
+    limits = Limits(
+        context_tokens=max(end for _, end in ranges), **deep_limits(args), **memory_limits(args)
+    )
     with (
         progress,
         Engine.open(args.pack, limits, device=args.device, progress=progress.bytes_done) as engine,

@@ -29,8 +29,8 @@ from ..kernels.tables import COUNTERS
 from ..ledger import Ledger, Row
 from ..lifetime import Owner, Undo
 from ..model.layout import Limits
-from ..model.pack import Pack, PackBase
-from ..model.synth import SynthPack
+from ..model.pack import PackBase
+from ..model.source import open_pack
 from ..state.export import read_state
 from .prefill import Prefill, Prompt, PromptCounters, check_prefill, run_prompts
 from .rank import Progress, Rank
@@ -173,7 +173,7 @@ class Engine(Owner):
         Warns (RuntimeWarning) on a GPU generation without a receipt of byte equality.
         Raises CheckpointError, CapacityError, BuildError, DriverError; nothing is left open then.
         """
-        return cls(_opened(pack), limits or Limits(), device=device, ordinal=ordinal, progress=progress)
+        return cls(open_pack(pack), limits or Limits(), device=device, ordinal=ordinal, progress=progress)
 
     @property
     def facts(self) -> DeviceFacts:
@@ -450,34 +450,3 @@ def _chain(last: Exception, before: BaseException | None) -> list[Exception]:
     while isinstance(earlier := chain[0].__context__, Exception) and earlier is not before:
         chain.insert(0, earlier)
     return chain
-
-
-def _opened(pack: str | Path | PackBase) -> PackBase:
-    if isinstance(pack, PackBase):
-        return pack
-    if isinstance(pack, str) and pack.startswith("synth:"):
-        return _synthetic(pack)
-    return Pack.open(pack)
-
-
-def _synthetic(text: str) -> SynthPack:
-    """ "synth:<model>[?seed=N&locality=X&mixed=1&ngram_rows=N]" as a pack that exists as rules."""
-    model, _, query = text.removeprefix("synth:").partition("?")
-    kinds: dict[str, Callable[[str], Any]] = {
-        "seed": int,
-        "locality": float,
-        "mixed": lambda v: bool(int(v)),
-        "ngram_rows": int,
-    }
-    knobs: dict[str, Any] = {}
-    for part in filter(None, query.split("&")):
-        name, _, value = part.partition("=")
-        try:
-            knobs[name] = kinds[name](value)
-        except (KeyError, ValueError):
-            raise UsageError(
-                "a synthetic pack's setting cannot be used",
-                setting=part,
-                do=f"write synth:<model>?name=value with names {', '.join(kinds)}",
-            ) from None
-    return SynthPack(model, **knobs)
