@@ -36,7 +36,7 @@ LINE_RESOLVE: Final = (
     _one("not_sent_home", "stale", _RESOLVE, "            homes[out].line = FN_NO_LINE;\n", ""),
     _one("home_of_the_other", "layout", _RESOLVE, "fn_ld(&homes[out].address) - here", "from - here"),
     _one("eight_addresses", "leaf", _RESOLVE, "i < 9u; i++) *at[i]", "i < 8u; i++) *at[i]"),
-    _one("pairs_once", "scale", _RESOLVE, "        reads++;\n", "        reads = 1u;\n", "published_rows"),
+    _one("pairs_once", "scale", _RESOLVE, "        reads++;\n", "        reads = 1u;\n", "most_missing"),
     _one("clock_of_before", "stale", _RESOLVE, "fn_ld(&cache->clock) + 1u;", "fn_ld(&cache->clock);"),
     Control(
         "no_barrier_of_marks",
@@ -81,7 +81,7 @@ LINE_RESOLVE: Final = (
 
 LINE_FILL: Final = (
     _one("last_word", "tail", _FILL, "if (w < fill.words) to[w]", "if (w + 1u < fill.words) to[w]"),
-    _one("one_more", "stale", _FILL, "i < n_fills; i++)", "i <= n_fills; i++)"),
+    _one("one_more", "stale", _FILL, "fn_ld(&cache->n_fills);", "fn_ld(&cache->n_fills) + 1u;"),
     _one(
         "seven_loads",
         "leaf",

@@ -17,7 +17,8 @@ from flashnext_drv.kernels.spec import F32, PTR, U32, U64, Arg, KernelSpec
 ROOT = Path(__file__).resolve().parents[2]
 STRUCTS = {"FnRound": tables.ROUND, "FnRow": tables.ROW, "FnRun": tables.RUN, "FnSlot": tables.SLOT,
            "FnPage": tables.PAGE, "FnWeight": tables.WEIGHT, "FnLinear": tables.LINEAR, "FnLine": tables.LINE,
-           "FnRoute": tables.ROUTE, "FnTile": tables.TILE}
+           "FnRoute": tables.ROUTE, "FnTile": tables.TILE, "FnHome": tables.HOME, "FnUse": tables.USE,
+           "FnCache": tables.CACHE, "FnFill": tables.FILL}
 C_TYPES = {"u32": "<u4", "u64": "<u8", "float": "<f4", "FnWeight": tables.WEIGHT}
 
 
