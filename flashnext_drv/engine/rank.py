@@ -114,8 +114,7 @@ class Rank(Owner):
             table_bytes = 0
         n_lines = planned.lines if layout.offloads else None
         self.experts = undo.enter_context(ExpertStore(ctx, layout, pack, n_lines))
-        experts = planned.pinned.get("experts.store", planned.device["experts"])
-        self._load(pack, progress, planned.device["weights"] + experts + table_bytes)
+        self._load(pack, progress, planned.device["weights"] + self.experts.size_bytes + table_bytes)
         self.weights.describe(self.stream, self.tables, self.work)
         self._spans: dict[str, Span] = {**self.work, **self.weights.spans, **self.tables.spans}
         if self.ngram is not None:
@@ -157,6 +156,7 @@ class Rank(Owner):
                 (self.pages, self.slots, self._work, self.experts),
                 embed_bf16=self._embed_bf16,
                 ngram_bits=self._ngram_bits,
+                experts=self.experts if self.layout.offloads else None,
                 ngram=self.ngram,
             )
             self.deep_refused = ""
@@ -258,7 +258,7 @@ class Rank(Owner):
 
     def guarded_arenas(self) -> tuple[DeviceArena, ...]:
         """The arenas that kernels write, for `check_guards`; they have guard zones in the simulator."""
-        deep = () if self.deep is None else (self.deep.arena,)
+        deep = () if self.deep is None else self.deep.arenas
         return (self._work, *self.pages.arenas, *self.slots.arenas, *deep)
 
     def open_sequence(self, sampling: Sampling | None = None) -> Sequence:
@@ -282,12 +282,11 @@ class Rank(Owner):
         kernel = step.kernel.replace("*", "8" if bucket <= 8 else "16")
         grid = [bucket if part == "rows" else int(part) for part in step.grid] + [1] * (3 - len(step.grid))
         args = {
-            "round": self._spans["round"],
-            **{
-                name: address_of(self._spans, value) if isinstance(value, str) else value
-                for name, value in step.args.items()
-            },
+            name: address_of(self._spans, value) if isinstance(value, str) else value
+            for name, value in step.args.items()
         }
+        if "round" in self.kernels.arguments(kernel):
+            args["round"] = self._spans["round"]
         return self.kernels.launch(kernel, (grid[0], grid[1], grid[2]), **args)
 
     def _release(self) -> None:
