@@ -161,6 +161,7 @@ LINE_RESOLVE: Final = KernelSpec(
         _lines("fewest_slots", 1, 2, 1, 1, wants="none"),
         _lines("most", 16, 1024, 1023, 32),
         _lines("most_missing", 16, 1024, 500, 32),
+        _lines("most_in_place", 16, 1024, 100, 32),
         _lines("no_rows", 0, 16, 8, 3, wants="none"),
     ),
 )

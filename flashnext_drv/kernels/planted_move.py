@@ -36,7 +36,7 @@ LINE_RESOLVE: Final = (
     _one("not_sent_home", "stale", _RESOLVE, "            homes[out].line = FN_NO_LINE;\n", ""),
     _one("home_of_the_other", "layout", _RESOLVE, "fn_ld(&homes[out].address) - here", "from - here"),
     _one("eight_addresses", "leaf", _RESOLVE, "i < 9u; i++) *at[i]", "i < 8u; i++) *at[i]"),
-    _one("pairs_once", "scale", _RESOLVE, "        reads++;\n", "        reads = 1u;\n", "most_missing"),
+    _one("pairs_once", "scale", _RESOLVE, "        reads++;\n", "        reads = 1u;\n", "most_in_place"),
     _one("clock_of_before", "stale", _RESOLVE, "fn_ld(&cache->clock) + 1u;", "fn_ld(&cache->clock);"),
     Control(
         "no_barrier_of_marks",
