@@ -32,7 +32,7 @@ from ..errors import UsageError
 from ..kernels import tables as t
 from ..kernels.bind import Kernels
 from ..ledger import Row
-from ..model.layout import aligned
+from ..model.layout import aligned, arena_bytes
 from ..model.plan import Plan
 from ..model.steps import FILL_BLOCKS
 
@@ -56,6 +56,7 @@ __all__ = [
 
 READ_BYTES: Final = 8 << 20  # of one read
 MOST_TOKENS: Final = 4096  # of a working set: beyond it every token is new for a measured run
+TIERS: Final = ("device", "pinned", "host")  # of a plan
 STEPS: Final = 8  # halvings of the share of fresh tokens
 
 
@@ -209,7 +210,7 @@ def token_bound(rounds: Sequence[Round], resident: Sequence[float], bytes_s: flo
 def prompt_bound(seconds: float, resident_s: float, copied_bytes: int, bytes_s: float) -> dict[str, Any]:
     """A prompt against the slower of the resident prompt and its bytes over the link.  Seconds.
 
-    overlap: the share of the shorter of the two that was hidden, from the three times.
+    overlap: the share of the shorter of the two that the three times say was hidden.
     """
     link_s = copied_bytes / bytes_s
     bound, shorter = max(resident_s, link_s), min(resident_s, link_s)
@@ -265,10 +266,8 @@ def link_rates(ctx: Context, line_bytes: int, size_bytes: int, repeats: int = 3)
         source.host()[:] = 1  # pages are really there
         target = stack.enter_context(DeviceArena(ctx, "bench.target", lines * line))
         tables = stack.enter_context(
-            DeviceArena(ctx, "bench.tables", aligned(t.ROUND.itemsize) + aligned(t.CACHE.itemsize)
-                        + aligned(lines * t.FILL.itemsize)))
-        round_, cache = np.zeros(1, t.ROUND), np.zeros(1, t.CACHE)
-        round_["n_rows"] = round_["n_runs"] = round_["rows_cap"] = 1
+            DeviceArena(ctx, "bench.tables", arena_bytes([t.CACHE.itemsize, lines * t.FILL.itemsize])))
+        cache = np.zeros(1, t.CACHE)
         cache["lines"], cache["line_bytes"] = target.address, line
         cache["n_lines"] = cache["n_fills"] = lines
         fills = np.zeros(lines, t.FILL)
@@ -276,7 +275,7 @@ def link_rates(ctx: Context, line_bytes: int, size_bytes: int, repeats: int = 3)
         fills["to"], fills["from"] = at + np.uint64(target.address), at + np.uint64(source.address)
         fills["bytes"] = line_bytes // 16 * 16
         spans = {}
-        for name, rows in (("round", round_), ("cache", cache), ("fills", fills)):
+        for name, rows in (("cache", cache), ("fills", fills)):
             spans[name] = tables.span(name, rows.nbytes)
             copy_to_device(stream, spans[name], rows)
         fill = kernels.launch("line_fill", (FILL_BLOCKS,), cache=spans["cache"], fills=spans["fills"])
@@ -336,10 +335,15 @@ def read_cold(files: Sequence[Path], threads: int) -> dict[str, Any]:
 
 
 def plan_rows(planned: Plan, rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Plan beside ledger by owner, device and pinned tiers: owner, tier, planned, live, equal."""
-    live = {(r.tier, r.owner): r.live_bytes for r in rows if r.n_live and r.tier in ("device", "pinned")}
-    plan = {("device", owner): size for owner, size in planned.device.items()}
-    plan |= {("pinned", owner): size for owner, size in planned.pinned.items()}
+    """Plan beside ledger by owner and tier, what is there only while opening left out: owner, tier, planned,
+    live, equal.  Owners of no bytes on both sides are left out too."""
+    live = {(r.tier, r.owner): r.live_bytes for r in rows if r.tier in TIERS and r.live_bytes}
+    plan = {
+        (tier, owner): size
+        for tier in TIERS
+        for owner, size in getattr(planned, tier).items()
+        if size
+    }
     return [
         {"owner": owner, "tier": tier, "planned": plan.get((tier, owner), 0),
          "live": live.get((tier, owner), 0),

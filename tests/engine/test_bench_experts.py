@@ -1,11 +1,19 @@
-"""The measurements of experts in host memory: their arithmetic."""
+"""The measurements of experts in host memory: their arithmetic, and the tool from end to end with a small
+pack."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import bench_experts
 
 from flashnext_drv.bench import experts as bench
 from flashnext_drv.errors import UsageError
@@ -97,3 +105,37 @@ def test_files_are_read_whole(tmp_path: Path) -> None:
         path.write_bytes(bytes(size))
     found = bench.read_cold(files, 2)
     assert found["bytes"] == sum(sizes) and found["bytes_s"] > 0
+
+
+@pytest.fixture
+def tool(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def run(*more: str) -> tuple[int, dict[str, Any]]:
+        monkeypatch.setattr(sys, "argv", [
+            "bench_experts.py", "--device", device, "--out", str(tmp_path / "out"), "--repeats", "1",
+            "--folder", str(tmp_path / "pack"), *more])
+        code = bench_experts.main()
+        return code, {path.stem.partition("-experts-")[2]: json.loads(path.read_text())["results"]
+                      for path in sorted((tmp_path / "out").iterdir())}
+
+    return run
+
+
+def test_the_tool_runs_every_part_to_its_end(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = tool()
+    said = capsys.readouterr().out
+    assert code == 0 and "FAIL" not in said, said
+    assert set(found) == set(bench_experts.PARTS) and all(part["ok"] for part in found.values())
+    tokens = found["tokens"]["runs"]
+    assert len(tokens) == 8 and len({run["sha256"] for run in tokens}) == 1
+    assert tokens[0]["counters"]["fills"] > 0 and tokens[-1]["counters"]["misses"] == 0
+    points = [point for point in found["decode"]["points"] if point["found"]]
+    assert points and all(point["equal"] and point["rounds"] == 6 for point in points)
+    assert found["resident"]["counters"]["misses"] == 0 < found["resident"]["counters"]["hits"]
+    prompt = found["prefill"]["prompts"]["24"]
+    assert prompt["copied_bytes"] == prompt["ring"]["copied_bytes"] > 0 and prompt["events"]["copy_ms"] > 0
+    card = found["card"]
+    assert card["equal"] and card["least_free_bytes"] >= card["reserves_bytes"] > 0 and card["samples"] > 30
+    assert {row["tier"] for row in card["rows"]} == {"device", "pinned", "host"}
+    opened = found["open"]
+    assert opened["memory"]["progress"]["calls"] > 1 < opened["from_disk"]["progress"]["calls"]
+    assert opened["from_disk"]["disk"]["bytes"] > 0
