@@ -25,8 +25,8 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bench_decode import decode, prompt_ids
 from bench_prefill import median_prompt, timed_prompt
-from expert_memory import Told, open_disk, open_times, opened, say, small_card
+from expert_memory import Told, open_disk, open_times, opened, say, small_card, touch_host
 
 from flashnext_drv.bench import experts as bench
 from flashnext_drv.bench.receipt import write_receipt
@@ -93,9 +93,9 @@ class Sizes:
 
         if small:
             k = pack.config.n_active
-            return cls(held(1, k, most // 2, most), 24, 4, most // 2, held(1, most - 1), 3, 6, (24, 12), 8,
+            return cls(held(1, k, most // 2, most), 24, 4, most // 2, held(1, most - 1), 2, 4, (24, 12), 8,
                        72, card_bytes or 1 << 30, 1 << 16)
-        return cls(held(16, 40, 72, 144, most), 64, 32, min(72, most), held(40, 16, 144, 288), 24, 40,
+        return cls(held(16, 40, 72, 144, most), 64, 32, min(72, most), held(40, 16, 144, 288, 432), 24, 40,
                    (16384, 2048), 512, 32768, card_bytes or 16_000_000_000, 2 << 30)
 
 
@@ -110,7 +110,7 @@ class Suite:
         count = max(self.sizes.prompts) + 16
         self.limits = Limits(
             context_tokens=max(count, self.sizes.warm + self.sizes.rounds + 2, 112),
-            rows=16, prompt_rows=16, deep_rows=self.sizes.deep_rows, host_bytes=args.host_bytes)
+            rows=16, prompt_rows=16, deep_rows=self.sizes.deep_rows, **args.set)
         self.baseline: dict[str, Any] = {}
         self.in_use = 0
         with Context(0, ledger=Ledger()) as ctx:
@@ -179,9 +179,8 @@ class Suite:
 
     def measure_baseline(self, parts: set[str]) -> None:
         """The engine that never offloads: resident times and tokens."""
-        with ExitStack() as stack:
-            engine, told = self.open(self.limits)
-            stack.enter_context(engine)
+        engine, told = self.open(self.limits)
+        with engine:
             setting = bench.Setting(64 if not self.small else 4, 0.0, 0)
             tokens, seconds = self.forced(engine, setting, counted=False)
             self.baseline = {
@@ -193,6 +192,11 @@ class Suite:
 
     # Parts.
 
+    def shared(self, part: Callable[[Engine], Found], engine: Engine) -> Found:
+        """A part on the engine with all lines, with that engine's limits and memory beside what it found."""
+        found, good = part(engine)
+        return found | {"engine_limits": vars(engine.limits), "memory": engine.memory().as_dict()}, good
+
     def link(self) -> Found:
         good = self.small or (self.rates.copy > 20e9 and self.rates.fill > 0.8 * self.rates.copy)
         return {"rates": self.rates.as_dict()}, good
@@ -203,19 +207,20 @@ class Suite:
             for mode in ("eager", "graph"):
                 engine.rank.use_graphs = mode == "graph"
                 self.seat(engine, lines)
-                before = self.tally(engine)
+                before, replays = self.tally(engine), engine.rank.graphs.counters.replays
                 made = self.greedy(engine)
                 counters = self.tally(engine).since(before)
+                replays = engine.rank.graphs.counters.replays - replays
                 equal = made == wanted
                 runs.append({"lines": lines, "mode": mode, "equal": equal, "sha256": made["sha256"],
                              "state_sha256": made["state_sha256"], "hit_rate": counters.hit_rate,
-                             "counters": counters.counts})
+                             "counters": counters.counts, "replays": replays})
                 say(f"{lines:>4} lines {mode:<5} {made['sha256'][:16]} hit rate {counters.hit_rate:.3f} "
                     f"{'equal' if equal else 'DIFFERS'}")
         engine.rank.use_graphs = engine.limits.graph
         return {"never_offloaded": wanted, "prompt_tokens": self.sizes.prompt,
                 "new_tokens": self.sizes.new, "runs": runs}, all(
-            run["equal"] for run in runs)
+            run["equal"] and (run["replays"] > 0) == (run["mode"] == "graph") for run in runs)
 
     def decode(self, engine: Engine) -> Found:
         tried: dict[bench.Setting, float] = {}
@@ -252,9 +257,10 @@ class Suite:
         self.seat(engine, setting.lines)
         tokens, rounds = self.forced(engine, setting, counted=True)
         self.seat(engine, self.pack.config.n_experts)
-        same, resident = self.forced(engine, setting, counted=False)
-        made = {"setting": vars(setting), "equal": tokens == same,
-                **bench.token_bound(rounds, resident, self.rates.best)}
+        same, resident = self.forced(engine, setting, counted=True)
+        misses = sum(r.tally.counts["misses"] for r in resident)
+        made = {"setting": vars(setting), "equal": tokens == same and misses == 0,
+                **bench.token_bound(rounds, [r.seconds for r in resident], self.rates.best)}
         say(f"hit rate {made['hit_rate']:.3f} ({setting.n_working} tokens, {setting.fresh:.3f} fresh, "
             f"{setting.lines} lines): {made['token_ms']:.3f} ms a token, "
             f"{made['missed_bytes_a_token'] / 1e6:.1f} MB, resident {made['resident_ms']:.3f} ms, bound "
@@ -332,6 +338,15 @@ class Receipts:
     def __init__(self, suite: Suite) -> None:
         self.suite, self.good = suite, True
 
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """What is raised inside counts as a failure and is shown; the parts that follow are tried."""
+        try:
+            yield
+        except Exception:
+            traceback.print_exc()
+            self.good = False
+
     def run(self, name: str, part: Callable[[], Found]) -> None:
         started = time.perf_counter()
         try:
@@ -360,16 +375,19 @@ def run(suite: Suite, parts: list[str]) -> bool:
     if "link" in chosen:
         receipts.run("link", suite.link)
     if BASED & chosen:
-        suite.measure_baseline(chosen)
-    full = {}
+        with receipts.going_on():
+            suite.measure_baseline(chosen)
+    full: dict[str, Any] = {}
+    good = False
     if (SHARED | {"open"}) & chosen:
-        limits = replace(suite.limits, expert_lines=suite.pack.config.n_experts)
-        engine, told = suite.open(limits)
-        with engine:
-            full["memory"], good = open_times(engine, told, suite.rates, None)
-            for name in ("tokens", "decode", "resident", "prefill"):
-                if name in chosen:
-                    receipts.run(name, partial(getattr(suite, name), engine))
+        with receipts.going_on():
+            limits = replace(suite.limits, expert_lines=suite.pack.config.n_experts)
+            engine, told = suite.open(limits)
+            with engine:
+                full["memory"], good = open_times(engine, told, suite.rates, None)
+                for name in ("tokens", "decode", "resident", "prefill"):
+                    if name in chosen:
+                        receipts.run(name, partial(suite.shared, getattr(suite, name), engine))
     if "card" in chosen:
         receipts.run("card", partial(small_card, suite.pack, suite.card_limits(), suite.sizes.card_bytes,
                                      suite.args.device))
@@ -382,6 +400,12 @@ def run(suite: Suite, parts: list[str]) -> bool:
 
         receipts.run("open", opening)
     return receipts.good
+
+
+def limits_of(text: str) -> dict[str, int]:
+    """ "name=number,.." as fields of Limits."""
+    pairs = [part.split("=") for part in text.split(",") if part]
+    return {name: bool(int(value)) if name == "ring_prefetch" else int(value) for name, value in pairs}
 
 
 def main() -> int:
@@ -397,8 +421,11 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="pack that `open` reads from disk; made when absent")
     parser.add_argument("--disk-model", default="", help="synthetic model written into --folder")
     parser.add_argument("--card-bytes", type=int, default=0, help="device memory of the card; 0: 16 GB")
-    parser.add_argument("--host-bytes", type=int, default=0,
-                        help="host memory the plans may take, where the system reports too little available")
+    parser.add_argument("--set", type=limits_of, default={}, metavar="NAME=N,..",
+                        help="numbers of Limits for all engines, such as ring_depth=8,ring_prefetch=0")
+    parser.add_argument("--touch-bytes", type=int, default=0, metavar="N",
+                        help="fill N bytes of host memory and free them first, where a virtual machine has "
+                        "its memory only once that was used")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     small = args.device == "sim"
@@ -411,6 +438,7 @@ def main() -> int:
         parser.error("open needs --folder, a pack on disk or where to write one")
     args.out.mkdir(parents=True, exist_ok=True)
     api.ensure(args.device)
+    touch_host(args.touch_bytes)
     suite = Suite(open_pack(args.pack), args)
     say(f"device {suite.facts}, pack {args.pack}")
     good = run(suite, parts)

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -20,12 +22,14 @@ from flashnext_drv.cli.report import Progress
 from flashnext_drv.engine.engine import Engine, Limits, Prefill
 from flashnext_drv.engine.plan import Sizer
 from flashnext_drv.errors import bytes_text
+from flashnext_drv.host_memory import host_memory
 from flashnext_drv.model.layout import Layout
 from flashnext_drv.model.pack import PackBase
 from flashnext_drv.model.plan import device_reserves
 from flashnext_drv.model.synth import SynthPack
 from flashnext_drv.state.store import READERS
 
+PIECE = 1 << 30  # of host memory
 NEW_TOKENS = 33  # of the run on the small card
 
 
@@ -48,6 +52,15 @@ class Told:
 
 def say(text: str) -> None:
     print(text, flush=True)
+
+
+def touch_host(size_bytes: int) -> None:
+    """Fill so much host memory in pieces, on one thread, and give it back; shows what is available."""
+    before = host_memory().available_bytes
+    pieces = [np.full(min(PIECE, size_bytes - at), 1, np.uint8) for at in range(0, size_bytes, PIECE)]
+    pieces.clear()
+    after = host_memory().available_bytes
+    say(f"host memory available {bytes_text(before or 0)}, {bytes_text(after or 0)} after it was used")
 
 
 def opened(pack: PackBase | Path, limits: Limits, device: str) -> tuple[Engine, Told]:

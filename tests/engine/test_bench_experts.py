@@ -14,8 +14,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import bench_experts
+import expert_memory
 
 from flashnext_drv.bench import experts as bench
+from flashnext_drv.engine.engine import Engine
 from flashnext_drv.errors import UsageError
 from flashnext_drv.kernels import tables as t
 from flashnext_drv.ledger import Ledger
@@ -129,7 +131,7 @@ def test_the_tool_runs_every_part_to_its_end(tool: Any, capsys: pytest.CaptureFi
     assert len(tokens) == 8 and len({run["sha256"] for run in tokens}) == 1
     assert tokens[0]["counters"]["fills"] > 0 and tokens[-1]["counters"]["misses"] == 0
     points = [point for point in found["decode"]["points"] if point["found"]]
-    assert points and all(point["equal"] and point["rounds"] == 6 for point in points)
+    assert points and all(point["equal"] and point["rounds"] == 4 for point in points)
     assert found["resident"]["counters"]["misses"] == 0 < found["resident"]["counters"]["hits"]
     prompt = found["prefill"]["prompts"]["24"]
     assert prompt["copied_bytes"] == prompt["ring"]["copied_bytes"] > 0 and prompt["events"]["copy_ms"] > 0
@@ -139,3 +141,38 @@ def test_the_tool_runs_every_part_to_its_end(tool: Any, capsys: pytest.CaptureFi
     opened = found["open"]
     assert opened["memory"]["progress"]["calls"] > 1 < opened["from_disk"]["progress"]["calls"]
     assert opened["from_disk"]["disk"]["bytes"] > 0
+
+
+def test_other_tokens_with_few_lines_fail(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Planted: what is drawn depends on the lines in use."""
+    def greedy(suite: bench_experts.Suite, engine: Engine) -> dict[str, Any]:
+        few = 0 < suite.in_use < 3
+        engine.rank.graphs.counters.replays += engine.rank.use_graphs
+        return {"sha256": f"few {few}", "state_sha256": "", "tokens": []}
+
+    monkeypatch.setattr(bench_experts.Suite, "greedy", greedy)
+    code, found = tool("--parts", "tokens", "--set", "ring_depth=2,ring_prefetch=0")
+    assert code == 1 and "FAIL tokens" in capsys.readouterr().out
+    assert [run["equal"] for run in found["tokens"]["runs"]] == [False, False] + [True] * 6
+    assert found["tokens"]["limits"]["ring_depth"] == 2 and not found["tokens"]["limits"]["ring_prefetch"]
+
+
+def test_a_part_that_raises_fails_and_the_next_one_runs(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(suite: bench_experts.Suite) -> bench_experts.Found:
+        raise UsageError("planted", part="link")
+
+    monkeypatch.setattr(bench_experts.Suite, "link", raising)
+    monkeypatch.setattr(bench_experts, "small_card", lambda *_: ({"planted": True}, True))
+    code, found = tool("--parts", "link,card")
+    assert code == 1 and "planted" in found["link"]["raised"] and found["card"]["ok"]
+    said = capsys.readouterr().out
+    assert "FAIL link" in said and "PASS card" in said
+
+
+def test_host_memory_is_used_once_and_given_back(capsys: pytest.CaptureFixture[str]) -> None:
+    expert_memory.touch_host(3 << 20)
+    assert "after it was used" in capsys.readouterr().out
