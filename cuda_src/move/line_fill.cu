@@ -49,7 +49,7 @@ FN_KERNEL((const FnCache* cache, const FnFill* fills)) {
     Fill next = fill_at(fills);
     for (u32 i = 0; i < n_fills; i++) {
         Fill fill = next;
-        if (i + 1u < n_fills) next = fill_at(fills + i + 1u);  // comes while this one is copied
+        next = fill_at(fills + fn_min_u32(i + 1u, n_fills - 1u));  // comes while this one is copied
         u32 pieces = (fill.words + PIECE - 1u) / PIECE;
         for (; piece < pieces; piece += gridDim.x) copy(fill, piece * PIECE + threadIdx.x);
         piece -= pieces;

@@ -13,8 +13,7 @@
 //                           fills[1], ... say what line_fill has to copy.  Without a victim the expert is
 //                           read at home.
 //             An expert's nine addresses move by the difference of the two copies' bases.  The counters of
-//             FnCache go up; n_fills is written last.  n_experts, n_lines <= 1024; n_rows <= 16;
-//             2 <= n_slots <= 33.
+//             FnCache go up.  n_experts, n_lines <= 1024; n_rows <= 16; 2 <= n_slots <= 33.
 // Launch      grid (1), block 256, shared ResolveShared.  A thread has two (row, slot) pairs and four lines.
 // Arithmetic  integers.
 // Equality    exact: who is first among the threads changes nothing.
@@ -185,7 +184,6 @@ FN_KERNEL((const FnRound* round, const FnRoute* routes, FnLine* lines, FnHome* h
     if (lane == 0 && filled_bytes) fn_atomic_add_u64(&cache->filled_bytes, filled_bytes);
     if (lane == 0 && reads) fn_atomic_add_u64(&cache->reads, reads);
     if (lane == 0 && reads) fn_atomic_add_u64(&cache->read_bytes, read_bytes);
-    __syncthreads();  // all else is written
     if (t == 0) {
         cache->hits += n_hits;
         cache->misses += n_missed;

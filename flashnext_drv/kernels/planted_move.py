@@ -89,7 +89,13 @@ LINE_FILL: Final = (
         "        if (w < fill.words) to[w] = v[i];\n",
         "        if (i && w < fill.words) to[w] = v[i];\n",
     ),
-    _one("first_home", "stale", _FILL, "next = fill_at(fills + i + 1u);", "next.to = fills[i + 1u].to;"),
+    _one(
+        "first_home",
+        "stale",
+        _FILL,
+        "next = fill_at(fills + fn_min_u32(i + 1u, n_fills - 1u));",
+        "next.to = fill_at(fills + fn_min_u32(i + 1u, n_fills - 1u)).to;",
+    ),
     _one("pieces_lost", "index", _FILL, "        piece -= pieces;\n", "        piece -= pieces - 1u;\n"),
     _one("words_turned", "layout", _FILL, "to[w] = v[i];", "to[w] = uint4{v[i].y, v[i].x, v[i].z, v[i].w};"),
 )
