@@ -149,8 +149,8 @@ class Sizer:
         if not found:
             least = self._plan_of(replace(limits, **_SMALLEST | mapped | no_lines))
             found.append(
-                f"no setting is enough: the smallest plan takes {bytes_text(least.device_bytes)} of device "
-                f"and {bytes_text(least.host_bytes)} of host memory"
+                f"no setting alone is enough: the smallest plan takes {bytes_text(least.device_bytes)} of "
+                f"device and {bytes_text(least.host_bytes)} of host memory"
             )
         planned = self._plan_of(limits)
         if mapped and not planned.fits(None, limits, available_bytes):
