@@ -124,11 +124,13 @@ def _routes(case: Case, seed: int, holds: list[int]) -> NDArray[Any]:
     routes = np.zeros((cap, n_active + 1), ROUTE)
     routes["weight"] = 0.25
     routes["expert"][:, n_active] = n_experts
-    wants_in = {"in": True, "none": False}.get(str(case["wants"]))
+    wants_in = {"in": True, "none": False, "apart": False}.get(str(case["wants"]))
+    taken: list[int] = []
     for row in range(cap):
         any_ = wants_in is None or row >= case.int("rows")
         pool = [expert for expert in range(n_experts) if any_ or (expert in holds) == wants_in]
-        chosen = _mixed(seed, f"row {row}", pool)[:n_active]
+        chosen = _mixed(seed, f"row {row}", [expert for expert in pool if expert not in taken])[:n_active]
+        taken += chosen if case["wants"] == "apart" else []
         assert len(chosen) == n_active, f"case {case.name} has too few experts"
         routes["expert"][row, :n_active] = sorted(chosen)
     return routes

@@ -108,7 +108,8 @@ _INTEGERS: Final = {
 
 
 def _lines(name: str, rows: int, n_experts: int, n_lines: int, n_active: int, **dims: int | str) -> Case:
-    """wants: whether rows ask for experts "in" lines, in "none" or "any".  empty: lines without an expert.
+    """wants: whether rows ask for experts "in" lines, in "none" or "any", or each row for others of those in
+    none ("apart").  empty: lines without an expert.
     ages: "drawn", "same", or "never" used.  clock: of the round before."""
     given = {"rows": rows, "rows_cap": max(rows, 1) + 1, "n_experts": n_experts, "n_lines": n_lines,
              "n_active": n_active, "wants": "any", "empty": 0, "ages": "drawn", "clock": 5000, **dims}
@@ -162,6 +163,7 @@ LINE_RESOLVE: Final = KernelSpec(
         _lines("most", 16, 1024, 1023, 32),
         _lines("most_missing", 16, 1024, 500, 32),
         _lines("most_in_place", 16, 1024, 100, 32),
+        _lines("most_fills", 16, 1024, 600, 32, wants="apart", empty=90),
         _lines("no_rows", 0, 16, 8, 3, wants="none"),
     ),
 )
