@@ -146,8 +146,7 @@ class Ring(Owner):
         next one is asked for, with `Turn.tiles` and `Turn.n_tiles_at` as their tiles and n_tiles.
         """
         self._routed.synchronize()
-        n_tiles = int(self._plan_n[0])
-        tiles = self._plan_tiles[:n_tiles].copy()
+        tiles = self._read_plan()
         rows = np.zeros(self._n_experts + 1, np.bool_)
         rows[tiles[:, 0]] = True
         used, resident = rows[:-1], self._resident[i_layer]
@@ -193,6 +192,10 @@ class Ring(Owner):
             return wanted
         return np.flatnonzero(away) if self._share >= PREFETCH_SHARE else none
 
+    def _read_plan(self) -> npt.NDArray[np.uint32]:
+        """(tiles, 4) uint32, host: FnTile of the layer whose plan is done."""
+        return self._plan_tiles[: int(self._plan_n[0])].copy()
+
     def _write(self, i_layer: int, tiles: npt.NDArray[np.uint32], batches: list[Batch]) -> list[Turn]:
         """Write the layer's lines and the batches' tiles into the staging."""
         size = np.uint64(self._line_bytes[i_layer])
@@ -203,7 +206,7 @@ class Ring(Owner):
             bases[batch.experts] = np.uint64(self._bases[batch.bank]) + batch.lines.astype(np.uint64) * size
         experts = np.concatenate([batch.experts for batch in batches])
         placed = self._store.line_rows(i_layer, experts, bases[experts])
-        self._lines[experts] = placed.view("<u8").reshape(len(experts), -1)
+        self._lines[experts] = placed.view("<u8").reshape(len(experts), self._lines.shape[1])
         self._lines[-1] = np.frombuffer(self._store.shared_row(i_layer).tobytes(), np.uint64)
         of_tile = batch_of[tiles[:, 0]]
         self._tiles[: len(tiles)] = tiles[np.argsort(of_tile, kind="stable")]

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flashnext_drv.drv import api, faults
@@ -25,8 +26,10 @@ from flashnext_drv.errors import ContextLost, DriverError, FlashNextError, OutOf
 from flashnext_drv.ledger import Ledger
 from flashnext_drv.model.pack import Pack
 from flashnext_drv.sim import control
+from flashnext_drv.state.ring import Ring
 
 PACK = Path(__file__).parents[1] / "data" / "exl3_micro" / "pack"
+READ_PLAN = Ring._read_plan
 PROMPT = (11, 22, 33)
 N_NEW = 3
 
@@ -75,19 +78,21 @@ class Bench:
     """Lives in this process, all on one pack; knows what the simulator held before the first.
 
     deep: Limits.deep; with "open" or "request" the prompt takes the deep pass where it is there.
+    lines: Limits.expert_lines.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, deep: str = "off") -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, deep: str = "off", lines: int | None = None) -> None:
         self._patch = monkeypatch
-        self.limits = Limits(context_tokens=64, deep=deep, deep_rows=2)
+        self.limits = Limits(context_tokens=64, deep=deep, deep_rows=2, expert_lines=lines)
         self.pack = Pack.open(PACK)
         self.before = held()
+        self._plans = Plans(monkeypatch)
         first = self.live(compute=True)
         assert first.error is None and first.graph_failures == 0
         assert first.refused == ("Limits.deep is off" if deep == "off" else "")
         self.tokens = first.tokens
         with faults.count_calls() as count:
-            self.live(compute=False)
+            assert self.live(compute=False).error is None
         self.names = count.names
         self.capturing = in_capture(count.names)
         self.making = making_the_deep_pass(count.names) if deep != "off" else range(0)
@@ -98,6 +103,7 @@ class Bench:
         life = Life(Ledger())
         self._patch.setattr(engine_module, "Ledger", lambda: life.ledger)
         control.set_skip_kernels(not compute)
+        self._plans.begin(replay=not compute)
         try:
             with planned(fault), Engine.open(self.pack, self.limits, device="sim") as engine:
                 if not compute:
@@ -164,6 +170,29 @@ class Bench:
         if error.call in ALLOCATES and fault.code == OUT_OF_MEMORY:
             text = str(error)
             assert "largest holder" in text or "nothing of ours holds" in text, f"{fault}: {text}"
+
+
+class Plans:
+    """What the ring reads of each layer's routing: kept from the first life, given again where no kernel
+    runs, so that both make the same calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._kept: list[np.ndarray] = []
+        self._n_read, self._replay = 0, False
+        monkeypatch.setattr(Ring, "_read_plan", lambda ring: self._read(ring))
+
+    def _read(self, ring: Ring) -> np.ndarray:
+        self._n_read += 1
+        if self._replay:
+            return self._kept[self._n_read - 1].copy()
+        plan = READ_PLAN(ring)
+        if self._n_read > len(self._kept):
+            self._kept.append(plan.copy())
+        return plan
+
+    def begin(self, replay: bool) -> None:
+        """A life begins."""
+        self._n_read, self._replay = 0, replay
 
 
 def held() -> dict[str, int]:

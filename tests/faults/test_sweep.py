@@ -47,6 +47,27 @@ def test_sample_over_a_life_with_the_deep_pass(
     assert sum(outcomes.values()) == len(some) and outcomes[1, False, "fallback"] > 5
 
 
+@pytest.mark.parametrize("deep", ["off", "open"])
+def test_sample_over_a_life_with_experts_in_host_memory(
+    device_name: str, monkeypatch: pytest.MonkeyPatch, case_seed: int, deep: str
+) -> None:
+    """Pinning layer by layer while readers work, line tables, counters; with the deep pass also its ring."""
+    if device_name != "sim":
+        pytest.skip("the sweep needs the simulator's counters")
+    whole = sweep.Bench(monkeypatch, deep)
+    bench = sweep.Bench(monkeypatch, deep, lines=2)
+    assert bench.tokens == whole.tokens
+    choose = random.Random(case_seed)
+    some = choose.sample(sweep.sample(bench.faults(), case_seed), 30)
+    n_layers = bench.pack.config.n_layers
+    assert bench.names.count("cuMemHostAlloc") >= whole.names.count("cuMemHostAlloc") + n_layers
+    pinning = [f for f in bench.faults() if f.name == "cuMemHostAlloc" and f.code in (2, 719)]
+    some += choose.sample(pinning, 4)
+    outcomes = sweep.run(bench, some, case_seed)
+    print(sweep.table(outcomes))
+    assert sum(outcomes.values()) == len(some)
+
+
 def test_calls_are_the_same_in_every_life(bench: sweep.Bench) -> None:
     with sweep.faults.count_calls() as count:
         assert bench.live(compute=True).tokens == bench.tokens
@@ -84,6 +105,24 @@ def test_whole_sweep_from_the_deep_pass_on(
         pytest.skip("the sweep needs the simulator's counters")
     bench = sweep.Bench(monkeypatch, deep)
     some = [f for f in bench.faults() if f.n >= bench.making.start and f.code == code and not f.forever]
+    outcomes = sweep.run(bench, some, case_seed)
+    print(f"\n{len(some)} of {len(bench.names)} calls\n{sweep.table(outcomes)}", flush=True)
+    assert sum(outcomes.values()) == len(some) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deep", ["off", "open"])
+@pytest.mark.parametrize("code", sweep.CODES)
+def test_whole_sweep_with_experts_in_host_memory(
+    device_name: str, monkeypatch: pytest.MonkeyPatch, case_seed: int, code: int, deep: str
+) -> None:
+    """From the first layer pinned on; what comes before is the sweep above."""
+    if device_name != "sim":
+        pytest.skip("the sweep needs the simulator's counters")
+    bench = sweep.Bench(monkeypatch, deep, lines=2)
+    pins = [n for n, name in enumerate(bench.names, 1) if name == "cuMemHostAlloc"]
+    first = pins[-bench.pack.config.n_layers - 2 * (deep != "off")]  # the deep pass pins twice after it
+    some = [f for f in bench.faults() if f.n >= first and f.code == code and not f.forever]
     outcomes = sweep.run(bench, some, case_seed)
     print(f"\n{len(some)} of {len(bench.names)} calls\n{sweep.table(outcomes)}", flush=True)
     assert sum(outcomes.values()) == len(some) > 0
