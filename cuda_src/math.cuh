@@ -35,12 +35,8 @@ FN_DEVICE float fn_exp2(float x) {
     return fn_scale_f32(fn_fma(p, f, 1.f), n);
 }
 
-FN_DEVICE float fn_exp(float x) {
-    if (x != x) return fn_nan();
-    if (x > 89.f) x = 89.f;
-    if (x < -104.f) x = -104.f;
-    i32 n;
-    float k = fn_rint_f32(fn_mul(x, 0x1.715476p+0f), n);
+// exp(k ln 2 + r) / 2^k
+FN_DEVICE float fn_exp_core(float x, float k) {
     float r = fn_fma(k, -0x1.62e430p-1f, x);  // ln 2 in two parts
     r = fn_fma(k, 0x1.05c610p-29f, r);
     float p = 0x1.6d7566p-10f;
@@ -49,7 +45,16 @@ FN_DEVICE float fn_exp(float x) {
     p = fn_fma(p, r, 0x1.5554dcp-3f);
     p = fn_fma(p, r, 0.5f);
     p = fn_fma(fn_mul(r, r), p, r);
-    return fn_scale_f32(fn_add(p, 1.f), n);
+    return fn_add(p, 1.f);
+}
+
+FN_DEVICE float fn_exp(float x) {
+    if (x != x) return fn_nan();
+    if (x > 89.f) x = 89.f;
+    if (x < -104.f) x = -104.f;
+    i32 n;
+    float k = fn_rint_f32(fn_mul(x, 0x1.715476p+0f), n);
+    return fn_scale_f32(fn_exp_core(x, k), n);
 }
 
 // log(1 + f) for f in [-0.2929, 0.4143], plus e * ln 2; c corrects the last bits of f.
@@ -94,20 +99,21 @@ FN_DEVICE float fn_log1p01(float t) {
     return fn_log_core(fn_add(fn_mul(u, 0.5f), -1.f), fn_div(c, u), 1);
 }
 
-// a / d, for d = 1 + t with 0 <= t <= 1, as sigmoid and silu meet it: |a| <= 1 or so unless d is 1.  On a GPU
-// without a division's branches, which would keep the chains of neighbouring values from overlapping: 1 / d is
-// rounded to nearest by the steps of __frcp_rn for numbers in its middle range, and a quotient from there by one
-// more remainder (Markstein).  d == 1 and a == 0 give a: no inf - inf, and -0 stays.
-FN_DEVICE float fn_rcp_1to2(float d) {
-#ifdef FN_SIM
-    return fn_div(1.f, d);
-#else
-    float r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
-    return fn_fma(r, fn_fma(-d, r, 1.f), r);
-#endif
+// fn_exp(x) for x <= 0 (or NaN), in fewer instructions: 2^(n + 64) and 2^-64 are normal for -104 <= x, the first
+// product is exact.
+FN_DEVICE float fn_exp_down(float x) {
+    if (x != x) return fn_nan();
+    if (x < -104.f) x = -104.f;
+    float t = fn_add(fn_mul(x, 0x1.715476p+0f), 12582912.f);  // as fn_rint_f32
+    float power = fn_u2f((fn_f2u(t) << 23) + (191u << 23));
+    return fn_mul(fn_mul(fn_exp_core(x, fn_add(t, -12582912.f)), power), 0x1p-64f);
 }
-FN_DEVICE float fn_div_1to2(float a, float d, float r) {  // r = fn_rcp_1to2(d)
+
+// a / d, for d = 1 + t with 0 <= t <= 1 as sigmoid and silu meet it, r = fn_rcp_1to2(d).  On a GPU without a
+// division's branches, which would keep the chains of neighbouring values from overlapping: a quotient from a
+// reciprocal rounded to nearest by one remainder (Markstein).  d == 1 and a == 0 give a: no inf - inf, and -0
+// stays; subnormal a have d == 2, where every step is exact.
+FN_DEVICE float fn_div_1to2(float a, float d, float r) {
 #ifdef FN_SIM
     return fn_div(a, d);
 #else
@@ -118,18 +124,18 @@ FN_DEVICE float fn_div_1to2(float a, float d, float r) {  // r = fn_rcp_1to2(d)
 }
 
 FN_DEVICE float fn_sigmoid(float x) {
-    float t = fn_exp(x < 0.f ? x : -x), d = fn_add(t, 1.f), r = fn_rcp_1to2(d);
+    float t = fn_exp_down(x < 0.f ? x : -x), d = fn_add(t, 1.f), r = fn_rcp_1to2(d);
     return x < 0.f ? fn_div_1to2(t, d, r) : r;
 }
 
 FN_DEVICE float fn_silu(float x) {
-    float t = fn_exp(x < 0.f ? x : -x), d = fn_add(t, 1.f);
+    float t = fn_exp_down(x < 0.f ? x : -x), d = fn_add(t, 1.f);
     return fn_div_1to2(x < 0.f ? fn_mul(x, t) : x, d, fn_rcp_1to2(d));
 }
 
 FN_DEVICE float fn_softplus(float x) {
     if (x != x) return fn_nan();
-    float t = fn_exp(x < 0.f ? x : -x);
+    float t = fn_exp_down(x < 0.f ? x : -x);
     return fn_add(x > 0.f ? x : 0.f, fn_log1p01(t));
 }
 

@@ -69,8 +69,11 @@ def forms(arch: str) -> list[Form]:
 
 _FAST: Final = (
     Edit("prelude.cuh", "{ return __fdiv_rn(a, b); }", "{ return __fdividef(a, b); }"),
-    Edit("math.cuh", "FN_DEVICE float fn_exp(float x) {\n",
-         "FN_DEVICE float fn_exp(float x) {\n#ifndef FN_SIM\n    return __expf(x);\n#endif\n"),
+    *(Edit("math.cuh", f"FN_DEVICE float {name}(float x) {{\n",
+           f"FN_DEVICE float {name}(float x) {{\n#ifndef FN_SIM\n    return __expf(x);\n#endif\n")
+      for name in ("fn_exp", "fn_exp_down")),
+    Edit("math.cuh", "    float q = fn_mul(a, r);\n", "    return fn_mul(a, r);\n    float q = fn_mul(a, r);\n"),
+    Edit("prelude.cuh", "return fn_fma(r, fn_fma(-d, r, 1.f), r);", "return r;"),
     Edit("math.cuh", "FN_DEVICE float fn_rsqrt(float x) {",
          "FN_DEVICE float fn_rsqrt(float x) {\n#ifndef FN_SIM\n    float r;\n"
          '    asm("rsqrt.approx.f32 %0, %1;" : "=f"(r) : "f"(x));\n    return r;\n#endif\n   '),
@@ -293,6 +296,7 @@ _DOWN_WIDE_ATOMIC: Final = _form(
 )
 _GU_WIDE: Final = _form(
     _with(moe_deep.MOE_DEEP_GU, hopper=3 * _STAGE + _PART + 48 + 256 * 128 * 2), "wide", *_WIDE,
+    Edit(_DEEP, "#define FN_DEEP_LOADERS 4u", "#define FN_DEEP_LOADERS 3u"),
     Edit(_GU, "struct DeepGuShared {\n    FnDeepShared<4, 8192> deep;",
          "struct DeepGuShared {\n    FnDeepShared<3, 8192> deep;"),
     Edit(_GU, "    float gate[FN_DEEP_ROWS][128];", "    u16 gate[256][128];"),

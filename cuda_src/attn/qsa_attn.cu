@@ -71,7 +71,7 @@ FN_DEVICE void weights(Shared& sh, u32 live, u32 group, u32 warp, u32 lane, floa
     for (u32 d = 4; d; d >>= 1) m = fn_max(m, fn_shfl_xor(m, d));
 #pragma unroll
     for (u32 i = 0; i < 8; i++) {
-        e[i] = j + 8u * i < live ? fn_exp(fn_sub(e[i], m)) : 0.f;
+        e[i] = j + 8u * i < live ? fn_exp_down(fn_sub(e[i], m)) : 0.f;
         sh.e[h][j + 8u * i] = fn_f2h(e[i]);
     }
     float l = fn_add(fn_add(fn_add(e[0], e[4]), fn_add(e[2], e[6])), fn_add(fn_add(e[1], e[5]), fn_add(e[3], e[7])));

@@ -143,7 +143,7 @@ FN_DEVICE void weights(Shared& sh, u32 live, u32 group, u32 warp, u32 lane, bool
     for (u32 d = 4; d; d >>= 1) pm = higher(pm, fn_shfl_xor(pm, d));
 #pragma unroll
     for (u32 i = 0; i < 8; i++) {
-        float w = fn_exp(fn_sub(e[i], pm));
+        float w = fn_exp_down(fn_sub(e[i], pm));
         e[i] = j + 8u * i < live ? w : 0.f;
         sh.e[h][j + 8u * i] = fn_f2h(e[i]);
     }
@@ -155,7 +155,7 @@ FN_DEVICE void weights(Shared& sh, u32 live, u32 group, u32 warp, u32 lane, bool
         l = pl;
         return;
     }
-    float top = higher(m, pm), a = fn_exp(fn_sub(m, top)), b = fn_exp(fn_sub(pm, top));
+    float top = higher(m, pm), a = fn_exp_down(fn_sub(m, top)), b = fn_exp_down(fn_sub(pm, top));
     l = fn_fma(pl, b, fn_mul(l, a));
     m = top;
     if (j == 0u) sh.factor[h] = make_float2(a, b);

@@ -39,8 +39,10 @@ FN_DEVICE void factors(Shared& sh, const float* part_m, const float* part_l, u32
     float before = fn_shfl_up(top, 1u);
     before = lane == 0u ? m : fn_max(m, before);
     float first = fn_max(before, pm[0]), second = fn_max(first, pm[1]);
-    sh.f[2u * lane] = make_float4(fn_exp(fn_sub(before, first)), fn_exp(fn_sub(pm[0], first)), pl[0], 0.f);
-    sh.f[2u * lane + 1u] = make_float4(fn_exp(fn_sub(first, second)), fn_exp(fn_sub(pm[1], second)), pl[1], 0.f);
+    sh.f[2u * lane] = 
+            make_float4(fn_exp_down(fn_sub(before, first)), fn_exp_down(fn_sub(pm[0], first)), pl[0], 0.f);
+    sh.f[2u * lane + 1u] = 
+            make_float4(fn_exp_down(fn_sub(first, second)), fn_exp_down(fn_sub(pm[1], second)), pl[1], 0.f);
     m = fn_shfl(second, 31u);
 }
 

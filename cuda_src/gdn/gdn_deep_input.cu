@@ -42,7 +42,7 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnRun* runs, const FnS
             u32 j = at % n_v;
             float rate = fn_exp(fn_ldg(a_log + j));
             float soft = fn_softplus(fn_add(fn_ldg(a + at), fn_ldg(dt_bias + j)));
-            float2 gate = make_float2(fn_exp(-fn_mul(rate, soft)), fn_sigmoid(fn_ldg(b + at)));
+            float2 gate = make_float2(fn_exp_down(-fn_mul(rate, soft)), fn_sigmoid(fn_ldg(b + at)));
             reinterpret_cast<float2*>(gates)[at] = gate;
         }
         return;

@@ -43,7 +43,7 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnSlot* slots, const f
             load8(M, state);
             rate = fn_exp(rate);
         }
-        float decay = fn_exp(-fn_mul(rate, fn_softplus(fn_add(pre, bias))));
+        float decay = fn_exp_down(-fn_mul(rate, fn_softplus(fn_add(pre, bias))));
         float beta = fn_sigmoid(write);
 
         float rk = fn_rsqrt(fn_add(dot(k, k), L2_EPS)), rq = fn_rsqrt(fn_add(dot(q, q), L2_EPS));

@@ -117,7 +117,7 @@ FN_KERNEL((const FnRound* round, const float* logits, const float* shared, FnRou
     }
     __syncwarp();
 
-    if (lane < n_active) s.e[lane] = fn_exp(fn_sub(s.logit[lane], s.largest));
+    if (lane < n_active) s.e[lane] = fn_exp_down(fn_sub(s.logit[lane], s.largest));
     __syncwarp();
     if (lane < n_active) {
         float sum = s.e[0];

@@ -57,7 +57,7 @@ FN_DEVICE u64 splitmix64(u64 z) {
 }
 
 // exp(z - max), 1 for the maximum itself (also an infinite one).
-FN_DEVICE float relative(float z, float z_max) { return z == z_max ? 1.f : fn_exp(fn_sub(z, z_max)); }
+FN_DEVICE float relative(float z, float z_max) { return z == z_max ? 1.f : fn_exp_down(fn_sub(z, z_max)); }
 
 // rint(e * 2^40) for e in [0, 1]: both f64 steps but the rounding are exact.
 FN_DEVICE u64 weight(float z, float z_max) {

@@ -176,8 +176,8 @@ GDN_DEEP_INPUT: Final = (
     _one("query_unscaled", "scale", _DEEP, "head < n_k ? fn_unit::times", "head > n_k ? fn_unit::times"),
     _one("too_early", "barrier", _DEEP, "    __syncthreads();\n", ""),
     _one("gates_swapped", "layout", _DEEP,
-         "make_float2(fn_exp(-fn_mul(rate, soft)), fn_sigmoid(fn_ldg(b + at)))",
-         "make_float2(fn_sigmoid(fn_ldg(b + at)), fn_exp(-fn_mul(rate, soft)))"),
+         "make_float2(fn_exp_down(-fn_mul(rate, soft)), fn_sigmoid(fn_ldg(b + at)))",
+         "make_float2(fn_sigmoid(fn_ldg(b + at)), fn_exp_down(-fn_mul(rate, soft)))"),
 )
 
 GDN_SCAN: Final = (
