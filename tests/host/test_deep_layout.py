@@ -14,6 +14,7 @@ from flashnext_drv.model.deep_layout import DeepLayout, deep_groups, deep_layout
 from flashnext_drv.model.deep_steps import deep_steps
 from flashnext_drv.model.layout import Layout, Limits, aligned
 from flashnext_drv.model.pack import Pack
+from flashnext_drv.state.ring import ring_bytes, ring_staging_bytes
 
 pytestmark = pytest.mark.host
 MICRO = Path(__file__).parents[1] / "data" / "exl3_micro" / "pack"
@@ -84,16 +85,34 @@ def test_layouts_worth_reserving(limits: dict[str, int], rows: list[int]) -> Non
     assert [made.rows for made in deep_layouts(layout(**limits))] == rows
 
 
+def test_offloaded_experts_have_lines_and_tiles_of_batches() -> None:
+    """17 experts with the shared one, 112 bytes a line, 27 tiles of 16; the plan goes to pinned memory."""
+    made, resident = DeepLayout(layout(expert_lines=3), ROWS), DeepLayout(layout(), ROWS)
+    assert made.ring == {
+        "d_lines": (0, 17 * 112), "d_batch_n": (2048, 17 * 4), "d_batch_tiles": (2304, 27 * 16)}
+    assert made.plan == {"d_n_tiles": (0, 4), "d_tiles": (256, 27 * 16)} and not resident.ring
+    assert made.sizes["ring"] == 2304 + 512 and "ring" not in resident.sizes
+    assert not {"d_tiles", "d_n_tiles"} & set(made.span_bytes())
+    assert {"d_tiles", "d_n_tiles"} < set(resident.span_bytes()) and resident.plan == {}
+    assert ring_staging_bytes(made) == 256 + 256 + 2816 + 256 + 512
+    assert ring_bytes(made.layout, 5000) == 4 * 80128 and made.layout.limits.ring_depth == 4
+    assert ring_bytes(layout(expert_lines=0, ring_depth=2, ring_lines=3), 512, guard=True) == 2 * (1536 + 256)
+
+
+@pytest.mark.parametrize("limits", [{}, {"expert_lines": 3}])
 @pytest.mark.parametrize("rows", [128, 256, 384])
-def test_steps_fit_the_declarations(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_fit_the_declarations(
+    rows: int, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every argument of every kernel, spans that exist, and index windows that hold each row once."""
     monkeypatch.setattr(deep_layout, "SCORE_BYTES", 1)
-    made = DeepLayout(layout(), 384)
+    made = DeepLayout(layout(**limits), 384)
     specs = {spec.name: spec for family in catalog.families() for spec in catalog.specs(family)}
-    ours = {name for name in made.span_bytes() if name.startswith("d_")}
+    ours = {name for name in made.span_bytes() if name.startswith("d_")} | set(made.plan)
     windows: dict[str, list[tuple[int, int]]] = {}
     for step in deep_steps(made, rows, True, {1: 4}):
-        assert {arg.name for arg in specs[step.kernel].args} == {"round", *step.args}, step.kernel
+        given = {*step.args} if step.kernel == "line_fill" else {"round", *step.args}
+        assert {arg.name for arg in specs[step.kernel].args} == given, step.kernel
         assert all(isinstance(part, int) and 1 <= part < 65536 for part in step.grid), step
         named = {str(v).partition("+")[0] for v in step.args.values() if isinstance(v, str)}
         assert {name for name in named if name.startswith("d_")} <= ours
