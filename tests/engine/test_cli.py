@@ -79,11 +79,35 @@ def test_ways_of_running_a_prompt_print_the_same_tokens(device: str) -> None:
     assert "no deep  Limits.deep is off" in done.stdout
 
 
+def test_memory_settings_change_no_token_and_are_what_plan_prints(device: str) -> None:
+    """Owners without guard zones, which only the simulator has, have the bytes that `plan` printed."""
+    settings = ("--expert-lines", "3", "--expert-lines-most", "5", "--expert-reserve", "1MiB",
+                "--ngram", "mapped", "--ring-depth", "2", "--ring-lines", "3", "--no-ring-prefetch",
+                "--deep-rows", "4", "--server-reserve", "2MiB", "--host-reserve", "512MiB",
+                "--host-bytes", "1GiB")
+    ids = ("--ids", ",".join(str(37 * i % 512) for i in range(40)), "--max-new", "4", "--no-stop")
+    found = generate(device, *ids, *settings)
+    assert found["tokens"] == generate(device, *ids)["tokens"] and found["counters"]["deep_rows"] == 40
+    done = command(device, "plan", PACK, "--json", "--context", "44", *settings, "--device-memory", "1GB")
+    assert done.returncode == report.GOOD, done.stderr
+    planned = json.loads(done.stdout)
+    assert planned["lines"]["observed"] == 5 and planned["ring"] == {"banks": 2, "lines": 3}
+    live: dict[str, dict[str, int]] = {"device": {}, "pinned": {}, "host": {}}
+    for row in found["memory"]["rows"]:
+        if row["tier"] in live and row["n_live"]:
+            live[row["tier"]][row["owner"]] = row["live_bytes"]
+    assert live["pinned"] == planned["bytes"]["pinned"] and live["host"] == planned["bytes"]["host"]
+    assert set(live["device"]) == set(planned["bytes"]["device"])
+    for owner in ("experts", "weights", "tables"):
+        assert live["device"][owner] == planned["bytes"]["device"][owner]
+
+
 def test_logits_do_not_depend_on_the_way(device: str, tmp_path: Path) -> None:
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps([37 * i % 512 for i in range(40)]))
     hashes = set()
-    for i, way in enumerate((("--serial",), ("--no-deep",), ("--deep-rows", "4", "--chunk", "30"))):
+    ways = (("--serial",), ("--no-deep", "--expert-lines", "2"), ("--deep-rows", "4", "--chunk", "30"))
+    for i, way in enumerate(ways):
         done = command(device, "logits", PACK, "--ids-file", str(ids), "--out", str(tmp_path / f"{i}.npz"),
                        "--rows", "3:5,20:40", "--json", *way)
         assert done.returncode == report.GOOD, done.stderr
@@ -133,6 +157,10 @@ def test_logits_file_holds_the_rows_asked_for(device: str, tmp_path: Path) -> No
     (("generate", PACK, "--ids", "-1", "--max-new", "1"), report.USAGE, "outside the vocabulary"),
     (("generate", PACK, "--ids", "1,2,3", "--max-new", "9", "--context", "8"), report.CAPACITY, "do not fit"),
     (("generate", "synth:micro?sed=1", "--ids", "1", "--max-new", "1"), report.USAGE, "sed=1"),
+    (("generate", PACK, "--ids", "1", "--max-new", "1", "--server-reserve", "900TiB"), report.CAPACITY,
+     "the reserves exceed device memory"),
+    (("generate", PACK, "--ids", "1", "--max-new", "1", "--host-bytes", "1MiB"), report.CAPACITY,
+     "does not fit host memory"),
     (("generate", "/no/such/pack", "--ids", "1", "--max-new", "1"), report.MISSING, "/no/such/pack")])
 def test_errors_are_one_line_with_their_exit_code(device: str, argv: tuple[str, ...], code: int,
                                                   message: str) -> None:

@@ -38,7 +38,9 @@ def bare(*argv: str, path: str = "/nonexistent") -> subprocess.CompletedProcess[
     [], ["nonsense"], ["generate"], ["generate", "p", "--max-new", "1"], ["generate", "p", "--ids", "1"],
     ["generate", "p", "--ids", "1", "--ids-file", "f", "--max-new", "1"],
     ["generate", "p", "--ids", "1", "--max-new", "x"], ["logits", "p", "--out", "o.npz"],
-    ["logits", "p", "--ids-file", "f"], ["doctor", "--device", "tpu"]])
+    ["logits", "p", "--ids-file", "f"], ["doctor", "--device", "tpu"],
+    ["plan", "p", "--expert-lines", "some"], ["plan", "p", "--ngram", "disk"],
+    ["plan", "p", "--device-bytes", "much"], ["plan", "p", "--ring-depth", "x"]])
 def test_bad_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(argv)
@@ -61,7 +63,11 @@ def test_bad_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureFixtur
     (["generate", "p", "--ids", "1", "--max-new", "1", "--prompt-rows", "17"], "outside its range"),
     (["generate", "p", "--ids", "1", "--max-new", "1", "--chunk", "0"], "outside its range (value=0"),
     (["generate", "p", "--ids", "1", "--max-new", "1", "--chunk", "16385"], "range=1..16384"),
-    (["generate", "p", "--ids", "1", "--max-new", "1", "--deep-rows", "0"], "deep_rows is outside")])
+    (["generate", "p", "--ids", "1", "--max-new", "1", "--deep-rows", "0"], "deep_rows is outside"),
+    (["generate", "p", "--ids", "1", "--max-new", "1", "--expert-lines", "-1"], "expert_lines is outside"),
+    (["generate", "p", "--ids", "1", "--max-new", "1", "--expert-lines-most", "3"], "needs expert_lines"),
+    (["generate", "p", "--ids", "1", "--max-new", "1", "--ring-depth", "0"], "ring_depth is outside"),
+    (["plan", "p", "--ring-lines", "0"], "ring_lines is outside")])
 def test_bad_values_exit_with_2_and_one_line(argv: list[str], message: str,
                                              capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == report.USAGE
