@@ -63,10 +63,10 @@ class LayerLines:
 
     def placed(self, experts: Sequence[int] | npt.NDArray[Any], bases: npt.ArrayLike) -> npt.NDArray[Any]:
         """(n,) LINE of copies of `experts` at device addresses `bases`, one each; source 0."""
-        rows = self.rows[np.asarray(experts, np.int64)]
-        words = rows.view("<u8").reshape(len(rows), t.LINE.itemsize // 8)
+        table = self.rows.view("<u8").reshape(len(self.rows), t.LINE.itemsize // 8)
+        words = table[np.asarray(experts, np.int64)]
         words[:, ADDRESS_WORDS] += np.asarray(bases, np.uint64)[:, None]
-        return rows
+        return words.reshape(-1).view(t.LINE)
 
 
 def expert_parts(pack: PackBase, linears: Sequence[LinearInfo]) -> Iterator[Part]:

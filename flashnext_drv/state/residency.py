@@ -143,6 +143,5 @@ def runs_of(experts: Sequence[int] | Ids) -> list[tuple[int, int, int]]:
     ids = np.asarray(experts, np.int64)
     if not len(ids):
         return []
-    starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
-    ends = np.append(starts[1:], len(ids))
-    return [(int(a), int(ids[a]), int(b - a)) for a, b in zip(starts, ends, strict=True)]
+    cuts = (np.flatnonzero(ids[1:] - ids[:-1] != 1) + 1).tolist()
+    return [(a, int(ids[a]), b - a) for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]

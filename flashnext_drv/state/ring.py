@@ -75,6 +75,8 @@ class Ring(Owner):
         self._n_experts, self._n_layers = layout.config.n_experts, layout.config.n_layers
         self.banks = Banks(limits.ring_depth, _lines(layout), self._n_layers)
         self._line_bytes = [store.bytes_of(i) for i in range(self._n_layers)]
+        shared = [store.shared_row(i).tobytes() for i in range(self._n_layers)]
+        self._shared: _Words = np.frombuffer(b"".join(shared), "<u8").reshape(self._n_layers, -1)
         with Undo() as undo:
             size = _lines(layout) * max(self._line_bytes)
             self._arena = DeviceArena(ctx, "ring", arena_bytes([size] * limits.ring_depth, guard),
@@ -207,7 +209,7 @@ class Ring(Owner):
         experts = np.concatenate([batch.experts for batch in batches])
         placed = self._store.line_rows(i_layer, experts, bases[experts])
         self._lines[experts] = placed.view("<u8").reshape(len(experts), self._lines.shape[1])
-        self._lines[-1] = np.frombuffer(self._store.shared_row(i_layer).tobytes(), np.uint64)
+        self._lines[-1] = self._shared[i_layer]
         of_tile = batch_of[tiles[:, 0]]
         self._tiles[: len(tiles)] = tiles[np.argsort(of_tile, kind="stable")]
         counts = np.bincount(of_tile, minlength=len(batches))
