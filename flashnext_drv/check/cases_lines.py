@@ -95,7 +95,7 @@ def _resolve(case: Case, seed: int) -> Operands:
         age = bits(seed, "used", n_lines).tolist()
         used = [0 if a % 7 == 0 else clock - a % (n_lines // 2 + 2) for a in age]
     for line in empty:
-        holds[line], used[line] = NO_LINE, 0
+        holds[line], used[line] = NO_LINE, used[line] if case["ages"] == "same" else 0
     tables = line_tables(seed, n_experts, holds, used, clock, max(min(cap * n_active, n_lines), 1))
     routes = _routes(case, seed, holds)
     want = {name: array.copy() for name, array in tables.items()}
