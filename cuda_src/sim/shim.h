@@ -66,6 +66,7 @@ FN_DEVICE float fn_mul(float a, float b) { return a * b; }
 FN_DEVICE float fn_add(float a, float b) { return a + b; }
 FN_DEVICE float fn_sub(float a, float b) { return a - b; }
 FN_DEVICE float fn_div(float a, float b) { return a / b; }
+FN_DEVICE float fn_rcp_1to2(float d) { return fn_div(1.f, d); }
 FN_DEVICE float fn_sqrt(float a) { return __builtin_sqrtf(a); }
 FN_DEVICE double fn_dfma(double a, double b, double c) { return __builtin_fma(a, b, c); }
 FN_DEVICE double fn_dmul(double a, double b) { return a * b; }
