@@ -10,8 +10,9 @@ Source: exl3.md sections 1 to 3, 9 and 11 of the format notes.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,6 +50,9 @@ _NUMPY: Final[Mapping[str, str]] = {
 }
 
 
+_GAP_BYTES: Final = 4096  # between parts of one read: read too, and thrown away
+
+
 class PackBase(ABC):
     """What a pack offers, on disk or synthetic.  tensors: by name.  remarks: filled by check().
 
@@ -68,6 +72,11 @@ class PackBase(ABC):
 
         Raises UsageError when the tensor has no such bytes, CheckpointError when the file lost them.
         """
+
+    def read_parts(self, parts: Sequence[tuple[str, npt.NDArray[np.uint8]]]) -> None:
+        """Copy the first dest.size bytes of several tensors, each (name, dest) as `read_into` does."""
+        for name, dest in parts:
+            self.read_into(name, dest)
 
     @abstractmethod
     def digest(self) -> str:
@@ -343,6 +352,35 @@ class Pack(PackBase):
                 do="check its permissions",
             ) from error
 
+    def read_parts(self, parts: Sequence[tuple[str, npt.NDArray[np.uint8]]]) -> None:
+        """As PackBase says; parts that lie side by side in a file are read by one call."""
+        placed = [(self.require_range(name, dest, 0), dest) for name, dest in parts if dest.size]
+        placed.sort(key=lambda each: (str(each[0].file), each[0].offset))
+        run: list[tuple[Tensor, npt.NDArray[np.uint8]]] = []
+        for tensor, dest in placed:
+            if run and not 0 <= _gap(run[-1], tensor) <= _GAP_BYTES:
+                self._read_run(run)
+                run = []
+            run.append((tensor, dest))
+        if run:
+            self._read_run(run)
+
+    def _read_run(self, run: Sequence[tuple[Tensor, npt.NDArray[np.uint8]]]) -> None:
+        first = run[0][0]
+        buffers: list[Any] = []
+        for i, (tensor, dest) in enumerate(run):
+            if i:
+                buffers.append(bytearray(_gap(run[i - 1], tensor)))
+            buffers.append(dest.reshape(-1).data)
+        try:
+            with open(first.file, "rb", buffering=0) as stream:
+                got = os.preadv(stream.fileno(), buffers, first.offset)
+        except OSError:
+            got = -1
+        if got != sum(len(buffer) for buffer in buffers):  # too much for one call, or a file at fault
+            for tensor, dest in run:
+                self.read_into(tensor.name, dest)
+
     def manifest(self, cache: Path | None = None, *, use_cache: bool = True) -> Manifest:
         """Files, bytes and SHA-256 of the folder; hashes come from the digest cache where it may vouch for
         them."""
@@ -351,3 +389,9 @@ class Pack(PackBase):
     def digest(self) -> str:
         """SHA-256 over the manifest's list."""
         return self.manifest().digest
+
+
+def _gap(before: tuple[Tensor, npt.NDArray[np.uint8]], tensor: Tensor) -> int:
+    """Bytes between what is read of one tensor and the next one; -1 when they lie in different files."""
+    last, dest = before
+    return tensor.offset - last.offset - dest.size if tensor.file == last.file else -1

@@ -88,11 +88,10 @@ class PinnedExperts(Owner):
 
     def _read(self, parts: list[Part], line: npt.NDArray[np.uint8]) -> int:
         """Place some parts of an expert; returns their bytes.  On a reader's thread: no driver calls."""
-        for part in parts:
-            place = line[part.offset : part.offset + part.size]
-            if part.tensor:
-                self._pack.read_into(part.tensor, place)
-            else:
+        places = [(part, line[part.offset : part.offset + part.size]) for part in parts]
+        self._pack.read_parts([(part.tensor, place) for part, place in places if part.tensor])
+        for part, place in places:
+            if not part.tensor:
                 place[:] = self._pack.scale(part.info, part.part).view(np.uint8)
         return sum(part.size for part in parts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -251,3 +252,62 @@ def test_header_of_many_names_is_quick(tmp_path: Path) -> None:
     }
     pack = Pack.open(folder_with(tmp_path, a=names))
     assert len(pack.tensors) == 30_000
+
+
+def some_parts(pack: Pack) -> dict[str, np.ndarray[Any, np.dtype[np.uint8]]]:
+    """An expert's nine tensors and one of another file, in no order, with room for each."""
+    stem = "model.language_model.layers.2.mlp.experts.5"
+    names = [f"{stem}.{p}_proj.{part}" for part in ("svh", "trellis", "suh") for p in ("up", "down", "gate")]
+    names.insert(4, f"{NGRAM}.shard_0.trellis")
+    return {name: np.full(pack.tensor(name).size, 0xA5, np.uint8) for name in names}
+
+
+def test_neighbours_are_read_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    really = os.preadv
+
+    def counting(fd: int, buffers: list[Any], offset: int) -> int:
+        calls.append(len(buffers))
+        return really(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counting)
+    pack = Pack.open(MICRO)
+    parts = some_parts(pack)
+    pack.read_parts(list(parts.items()))
+    assert all(got.tobytes() == pack.read(name).tobytes() for name, got in parts.items())
+    assert 2 <= len(calls) < len(parts) and sum(calls) > len(parts), "markers between parts are read over"
+    pack.read_parts([])
+    half = {name: np.zeros(got.size // 2, np.uint8) for name, got in parts.items()}
+    pack.read_parts(list(half.items()))
+    assert all(got.tobytes() == parts[name][: got.size].tobytes() for name, got in half.items())
+
+
+@pytest.mark.parametrize("gives", [0, 100, None])
+def test_a_read_that_falls_short_is_done_in_parts(monkeypatch: pytest.MonkeyPatch, gives: int | None) -> None:
+    """The system may give less than asked, or refuse the call."""
+
+    def short(fd: int, buffers: list[Any], offset: int) -> int:
+        if gives is None:
+            raise OSError(22, "Invalid argument")
+        return os.preadv_really(fd, [memoryview(buffers[0])[:gives]], offset)  # type: ignore[attr-defined]
+
+    pack = Pack.open(MICRO)
+    parts = some_parts(pack)
+    monkeypatch.setattr(os, "preadv_really", os.preadv, raising=False)
+    monkeypatch.setattr(os, "preadv", short)
+    pack.read_parts(list(parts.items()))
+    assert all(got.tobytes() == pack.read(name).tobytes() for name, got in parts.items())
+
+
+def test_parts_of_a_file_at_fault(tmp_path: Path) -> None:
+    pack = Pack.open(folder_with(tmp_path, a=linear("lm_head"), b=linear("other")))
+    (tmp_path / "a.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-300])
+    names = [name for name in pack.tensors if pack.tensor(name).size]
+    parts = [(name, np.zeros(pack.tensor(name).size, np.uint8)) for name in names]
+    with pytest.raises(CheckpointError, match="lost bytes"):
+        pack.read_parts(parts)
+    with pytest.raises(UsageError):
+        pack.read_parts([(names[0], np.zeros(pack.tensor(names[0]).size + 1, np.uint8))])
+    (tmp_path / "a.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        pack.read_parts(parts)
