@@ -78,12 +78,18 @@ class Bench:
     """Lives in this process, all on one pack; knows what the simulator held before the first.
 
     deep: Limits.deep; with "open" or "request" the prompt takes the deep pass where it is there.
-    lines: Limits.expert_lines.
+    lines: Limits.expert_lines.  ngram: Limits.ngram.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, deep: str = "off", lines: int | None = None) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        deep: str = "off",
+        lines: int | None = None,
+        ngram: str = "pinned",
+    ) -> None:
         self._patch = monkeypatch
-        self.limits = Limits(context_tokens=64, deep=deep, deep_rows=2, expert_lines=lines)
+        self.limits = Limits(context_tokens=64, deep=deep, deep_rows=2, expert_lines=lines, ngram=ngram)
         self.pack = Pack.open(PACK)
         self.before = held()
         self._plans = Plans(monkeypatch)

@@ -68,6 +68,27 @@ def test_sample_over_a_life_with_experts_in_host_memory(
     assert sum(outcomes.values()) == len(some)
 
 
+def test_sample_over_a_life_with_a_mapped_table(
+    device_name: str, monkeypatch: pytest.MonkeyPatch, case_seed: int
+) -> None:
+    """Staging of rounds and of chunks, and the copies in front of rounds."""
+    if device_name != "sim":
+        pytest.skip("the sweep needs the simulator's counters")
+    whole = sweep.Bench(monkeypatch, "open")
+    bench = sweep.Bench(monkeypatch, "open", ngram="mapped")
+    assert bench.tokens == whole.tokens
+    assert bench.names.count("cuMemHostAlloc") == whole.names.count("cuMemHostAlloc") + 1
+    assert bench.names.count("cuEventRecord") > whole.names.count("cuEventRecord")
+    choose = random.Random(case_seed)
+    some = choose.sample(sweep.sample(bench.faults(), case_seed), 20)
+    staged = ("cuMemHostAlloc", "cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuMemcpyAsync")
+    for name in staged:
+        some += choose.sample([f for f in bench.faults() if f.name == name], 6)
+    outcomes = sweep.run(bench, some, case_seed)
+    print(sweep.table(outcomes))
+    assert sum(outcomes.values()) == len(some)
+
+
 def test_calls_are_the_same_in_every_life(bench: sweep.Bench) -> None:
     with sweep.faults.count_calls() as count:
         assert bench.live(compute=True).tokens == bench.tokens
