@@ -32,6 +32,7 @@ from ..model.layout import Limits
 from ..model.pack import PackBase
 from ..model.source import open_pack
 from ..state.export import read_state
+from ..state.residency import COUNTERS as RING_COUNTERS
 from .prefill import Prefill, Prompt, PromptCounters, check_prefill, run_prompts
 from .rank import Progress, Rank
 from .round import Window, run_round
@@ -56,7 +57,8 @@ class Generation:
     batched_rows, serial_rows and deep_refusals (MemoryReport.deep says why).  With Limits.expert_lines also
     expert_<name> of kernels.tables.COUNTERS, over all layers: distinct experts of a round that were in a line
     (hits) or not (misses), those brought in (fills, filled_bytes) over others (evictions), and those read in
-    host memory (in_place; reads and read_bytes by row).
+    host memory (in_place; reads and read_bytes by row); ring_<name> of state.residency.COUNTERS for the deep
+    pass; and link_bytes, which crossed the link for either.
     """
 
     tokens: list[int]
@@ -386,15 +388,27 @@ class Engine(Owner):
             "requested": self.limits.expert_lines,
             "lines": experts.n_lines,
             "ring_bytes": self.ledger.live("device").get("ring", 0),
-            "layers": [{name: int(row[name]) for name in COUNTERS} for row in layers],
+            "layers": [
+                {name: int(row[name]) for name in COUNTERS}
+                | {f"ring_{name}": int(of_ring[name]) for name in RING_COUNTERS.names or ()}
+                for row, of_ring in zip(layers, self._ring_counters(), strict=True)
+            ],
         }
 
+    def _ring_counters(self) -> np.ndarray:
+        """(layers,) RING_COUNTERS, host; zeros without a ring."""
+        ring = None if self.rank.deep is None else self.rank.deep.ring
+        return np.zeros(self.config.n_layers, RING_COUNTERS) if ring is None else ring.banks.counters
+
     def _expert_counters(self) -> dict[str, int]:
-        """Counters of the line caches over all layers, by the names of Generation.counters."""
+        """Counters of line caches and ring over all layers, by the names of Generation.counters."""
         if not self.rank.experts.offloads:
             return {}
-        layers = self.rank.experts.counters(self.rank.stream)
-        return {f"expert_{name}": int(layers[name].sum()) for name in COUNTERS}
+        layers, ring = self.rank.experts.counters(self.rank.stream), self._ring_counters()
+        found = {f"expert_{name}": int(layers[name].sum()) for name in COUNTERS}
+        found |= {f"ring_{name}": int(ring[name].sum()) for name in RING_COUNTERS.names or ()}
+        parts = ("expert_filled_bytes", "expert_read_bytes", "ring_copied_bytes")
+        return found | {"link_bytes": sum(found[part] for part in parts)}
 
     def _own(self, sequence: Sequence) -> Sequence:
         """The sequence, if its slot and pages are this engine's and its own.  Raises UsageError."""
@@ -433,14 +447,15 @@ class Engine(Owner):
 
 def _expert_line(experts: Mapping[str, Any]) -> str:
     """What `MemoryReport.table` says of experts in host memory."""
-    sums = {name: sum(layer[name] for layer in experts["layers"]) for name in COUNTERS}
+    sums = {name: sum(layer[name] for layer in experts["layers"]) for name in experts["layers"][0]}
     wanted = sums["hits"] + sums["misses"]
     rate = f"{sums['hits'] / wanted:.1%} of {wanted}" if wanted else "none wanted"
     return (
         f"experts in host memory: {experts['lines']} lines a layer, {experts['requested']} asked for, ring "
         f"{bytes_text(experts['ring_bytes'])}; in lines {rate}, filled {sums['fills']} "
-        f"({bytes_text(sums['filled_bytes'])}), read in place {sums['in_place']} "
-        f"({bytes_text(sums['read_bytes'])})"
+        f"({bytes_text(sums['filled_bytes'])}), read in host memory {sums['in_place']} "
+        f"({bytes_text(sums['read_bytes'])}), through the ring {sums['ring_copied_lines']} "
+        f"({bytes_text(sums['ring_copied_bytes'])})"
     )
 
 

@@ -218,6 +218,9 @@ def test_a_request_counts_its_own(opener: Opener, resident: Engine) -> None:
             total = sum(layer[name] for layer in report.experts["layers"])
             assert total == first.counters[f"expert_{name}"] + second.counters[f"expert_{name}"]
         assert first.counters["expert_misses"] and second.counters["expert_misses"]
+        for made in (first, second):
+            moved = made.counters["expert_filled_bytes"] + made.counters["expert_read_bytes"]
+            assert made.counters["link_bytes"] == moved and made.counters["ring_batches"] == 0
         assert (report.experts["requested"], report.experts["lines"]) == (2, 2)
         assert report.experts["ring_bytes"] == 0 and len(report.experts["layers"]) == engine.config.n_layers
         assert "2 lines a layer" in report.table() and report.as_dict()["experts"] == report.experts
@@ -228,6 +231,27 @@ def test_a_request_counts_its_own(opener: Opener, resident: Engine) -> None:
     assert resident.memory().experts == {} and STORE_OWNER not in resident.ledger.live("pinned")
     with pytest.raises(UsageError, match="resident"):
         resident.rank.experts.counters(resident.rank.stream)
+
+
+def test_a_request_counts_what_the_ring_copies(opener: Opener, resident: Engine) -> None:
+    """A ring made by the first prompt that wants it; its counters are the second request's alone there."""
+    want = resident.generate(IDS, max_new_tokens=N_NEW, stop_ids=()).tokens
+    limits = {"deep": "request", "deep_rows": 2, "ring_depth": 2, "ring_lines": 3}
+    with opener(expert_lines=2, **limits) as engine:
+        made = [engine.generate(IDS, max_new_tokens=N_NEW, stop_ids=()) for _ in range(2)]
+        assert [each.tokens for each in made] == [want, want]
+        ring = engine.rank.deep.ring.banks.counters
+        layers = engine.memory().experts["layers"]
+        for name in ring.dtype.names:
+            assert sum(each.counters[f"ring_{name}"] for each in made) == ring[name].sum()
+            assert [layer[f"ring_{name}"] for layer in layers] == ring[name].tolist()
+        for each in made:
+            counters, size = each.counters, engine.rank.experts.home(0, 0)[2]
+            assert counters["deep_rows"] == len(IDS) and counters["ring_copied_lines"] > 0
+            assert counters["ring_copied_bytes"] == counters["ring_copied_lines"] * size
+            assert counters["link_bytes"] == size * (
+                counters["ring_copied_lines"] + counters["expert_fills"] + counters["expert_reads"])
+        assert engine.memory().experts["ring_bytes"] >= 2 * 3 * size
 
 
 def test_forced_evictions_at_every_step(
