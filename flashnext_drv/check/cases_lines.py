@@ -91,11 +91,13 @@ def _resolve(case: Case, seed: int) -> Operands:
         holds, used = list(range(n_lines)), [0] * n_lines
     elif case["ages"] == "same":
         used = [clock - 3] * n_lines
+    elif case["ages"] == "higher":
+        used = [clock - 3 - line for line in range(n_lines)]
     else:  # of few clocks, so some are alike; some never
         age = bits(seed, "used", n_lines).tolist()
         used = [0 if a % 7 == 0 else clock - a % (n_lines // 2 + 2) for a in age]
     for line in empty:
-        holds[line], used[line] = NO_LINE, used[line] if case["ages"] == "same" else 0
+        holds[line], used[line] = NO_LINE, 0 if case["ages"] == "drawn" else used[line]
     tables = line_tables(seed, n_experts, holds, used, clock, max(min(cap * n_active, n_lines), 1))
     routes = _routes(case, seed, holds)
     want = {name: array.copy() for name, array in tables.items()}

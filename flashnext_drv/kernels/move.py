@@ -109,8 +109,8 @@ _INTEGERS: Final = {
 
 def _lines(name: str, rows: int, n_experts: int, n_lines: int, n_active: int, **dims: int | str) -> Case:
     """wants: whether rows ask for experts "in" lines, in "none" or "any", or each row for others of those in
-    none ("apart").  empty: lines without an expert.
-    ages: "drawn", "same", or "never" used.  clock: of the round before."""
+    none ("apart").  empty: lines without an expert.  ages: "drawn", "same", "higher" in higher lines, or
+    "never" used.  clock: of the round before."""
     given = {"rows": rows, "rows_cap": max(rows, 1) + 1, "n_experts": n_experts, "n_lines": n_lines,
              "n_active": n_active, "wants": "any", "empty": 0, "ages": "drawn", "clock": 5000, **dims}
     return Case(name, given)
@@ -160,7 +160,7 @@ LINE_RESOLVE: Final = KernelSpec(
         _lines("same_age", 2, 60, 33, 6, wants="none", ages="same"),
         _lines("clock_wraps", 2, 60, 33, 6, clock=0xFFFFFFFF),
         _lines("fewest_slots", 1, 2, 1, 1, wants="none"),
-        _lines("most", 16, 1024, 1024, 32, empty=300),
+        _lines("most", 16, 1024, 1024, 32, ages="higher", empty=300),
         _lines("most_of_one_age", 16, 1024, 1024, 32, ages="same", empty=200),
         _lines("most_missing", 16, 1024, 500, 32),
         _lines("most_in_place", 16, 1024, 100, 32),
