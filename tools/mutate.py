@@ -81,6 +81,7 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("token/ple_gate", "token", _PROMPT),
         ("token/ple_conv", "token", _PROMPT),
         ("token/ple_tail", "token", _PROMPT))),
+    ("cuda_src/move/line_", ("tests/contracts/test_move.py",), ("tests/engine/test_experts.py", *_ENGINE)),
     ("cuda_src/moe/moe_gemv", ("tests/contracts/test_moe_gemv.py",), _ENGINE),
     ("cuda_src/moe/gemv_slot", ("tests/contracts/test_moe_gemv.py",), _ENGINE),
     ("cuda_src/math.cuh", ("tests/contracts/test_math.py",),
@@ -110,7 +111,11 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
       "tests/faults/test_sweep.py")),
     ("flashnext_drv/state/kv.py", ("tests/host/test_tables.py", *_ENGINE), _WHOLE),
     ("flashnext_drv/state/weights.py", ("tests/host/test_weight_items.py", *_ENGINE), _WHOLE),
-    ("flashnext_drv/state/experts.py", ("tests/host/test_weight_items.py", *_ENGINE), _WHOLE),
+    *((f"flashnext_drv/state/{name}.py", ("tests/host/test_store.py", "tests/host/test_weight_items.py",
+                                          "tests/engine/test_experts.py"), _WHOLE)
+      for name in ("experts", "store", "lines")),
+    *((f"flashnext_drv/state/{name}.py", ("tests/host/test_residency.py", "tests/engine/test_ring.py"), _WHOLE)
+      for name in ("residency", "ring")),
     ("flashnext_drv/state/deep.py", _DEEP, ("tests/faults/test_sweep.py",)),
     ("flashnext_drv/state/export.py", _DEEP[1:], ("tests/engine/test_far_positions.py",)),
     ("flashnext_drv/state/", _ENGINE, _WHOLE),
