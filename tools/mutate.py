@@ -114,8 +114,8 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     *((f"flashnext_drv/state/{name}.py", ("tests/host/test_store.py", "tests/host/test_weight_items.py",
                                           "tests/engine/test_experts.py"), _WHOLE)
       for name in ("experts", "store", "lines")),
-    *((f"flashnext_drv/state/{name}.py", ("tests/host/test_residency.py", "tests/engine/test_ring.py"), _WHOLE)
-      for name in ("residency", "ring")),
+    *((f"flashnext_drv/state/{name}.py", ("tests/host/test_residency.py", "tests/engine/test_ring.py"),
+       _WHOLE) for name in ("residency", "ring")),
     ("flashnext_drv/state/deep.py", _DEEP, ("tests/faults/test_sweep.py",)),
     ("flashnext_drv/state/export.py", _DEEP[1:], ("tests/engine/test_far_positions.py",)),
     ("flashnext_drv/state/", _ENGINE, _WHOLE),
