@@ -325,8 +325,7 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
 
 #ifdef FN_HOPPER
     enum : u32 { STAGES = sizeof(Shared::full) / 8u };
-    // A stage is always the same warp's: one that waited for another's block could be two phases behind, and a wait
-    // by parity would take that for done.
+    // A stage is always the same warp's: another's could be two phases behind, which a wait by parity takes for done.
     static_assert(STAGES == FN_DEEP_LOADERS, "stages and loading warps");
 
   public:

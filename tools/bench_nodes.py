@@ -12,7 +12,6 @@ beside each other.  States advance by replays that mean nothing, so the engine i
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -59,13 +58,15 @@ def measure(rank: Rank, bucket: int, repeats: int) -> dict[str, Any]:
     classes: defaultdict[str, list[Launch]] = defaultdict(list)
     launches = rank.launches(TOKEN, bucket)
     for step, launch in zip(rank.steps(TOKEN), launches, strict=True):
-        classes[f"{launch.name} {_LAYER.sub('', step.scope)} {'x'.join(map(str, launch.grid))}"].append(launch)
+        grid = "x".join(map(str, launch.grid))
+        classes[f"{launch.name} {_LAYER.sub('', step.scope)} {grid}"].append(launch)
     nodes = [
         {"class": name, "nodes": len(some), "us": replay_us(rank, "class", some, repeats)}
         for name, some in classes.items()
     ]
     nodes.sort(key=lambda each: -float(str(each["us"])))
-    return {"token_us": replay_us(rank, "token", launches, repeats), "launches": len(launches), "classes": nodes}
+    whole = replay_us(rank, "token", launches, repeats)
+    return {"token_us": whole, "launches": len(launches), "classes": nodes}
 
 
 def show(found: dict[str, Any]) -> None:
@@ -73,7 +74,8 @@ def show(found: dict[str, Any]) -> None:
     for each in found["classes"]:
         print(f"{each['class']:<58} {each['nodes']:>5} {each['us']:>8.1f} {each['us'] / each['nodes']:>8.2f}")
     total = sum(each["us"] for each in found["classes"])
-    print(f"sum of classes {total:.0f} us; the whole token {found['token_us']:.0f} us, {found['launches']} nodes")
+    print(f"sum of classes {total:.0f} us; the whole token {found['token_us']:.0f} us, "
+          f"{found['launches']} nodes")
 
 
 def main() -> int:

@@ -72,7 +72,8 @@ _FAST: Final = (
     *(Edit("math.cuh", f"FN_DEVICE float {name}(float x) {{\n",
            f"FN_DEVICE float {name}(float x) {{\n#ifndef FN_SIM\n    return __expf(x);\n#endif\n")
       for name in ("fn_exp", "fn_exp_down")),
-    Edit("math.cuh", "    float q = fn_mul(a, r);\n", "    return fn_mul(a, r);\n    float q = fn_mul(a, r);\n"),
+    Edit("math.cuh", "    float q = fn_mul(a, r);\n",
+         "    return fn_mul(a, r);\n    float q = fn_mul(a, r);\n"),
     Edit("prelude.cuh", "return fn_fma(r, fn_fma(-d, r, 1.f), r);", "return r;"),
     Edit("math.cuh", "FN_DEVICE float fn_rsqrt(float x) {",
          "FN_DEVICE float fn_rsqrt(float x) {\n#ifndef FN_SIM\n    float r;\n"
