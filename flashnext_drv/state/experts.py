@@ -31,13 +31,13 @@ from ..kernels import tables as t
 from ..lifetime import Owner, Undo
 from ..model.layout import Layout, arena_bytes
 from ..model.pack import PackBase
-from .lines import PROJECTIONS, expert_parts, layer_line_bytes, layer_lines
+from .lines import PROJECTIONS, expert_parts, layer_lines
 from .store import PinnedExperts
 from .tables import DeviceTables
 from .upload import Uploader
 from .weights import WeightStore
 
-__all__ = ["COUNTER_ROW", "ExpertStore", "expert_bytes", "store_bytes"]
+__all__ = ["COUNTER_ROW", "ExpertStore"]
 
 COUNTER_ROW = np.dtype([(name, "<u8") for name in t.COUNTERS])
 Residents = Sequence[Sequence[int]]  # per layer the experts of lines 0, 1, ...
@@ -118,14 +118,13 @@ class ExpertStore(Owner):
                 self._upload(uploader, i_layer, base.address)
         else:
             self._store.fill(uploader)
-            uploader.finish()  # what kernels make in host memory is there before lines are copied from it
         resident = [range(self.n_lines)] * n_layers
         self._line_spans = [
             tables.store(stream, f"L{i}.lines", self._line_table(i, resident[i])) for i in range(n_layers)
         ]
         if self._store is not None:
             self._store_caches(stream, tables, resident)
-            for i_layer, layer in enumerate(self._layers):
+            for i_layer, layer in enumerate(self._layers):  # behind the kernels that make parts of them
                 size = self.n_lines * layer.line_bytes
                 copy_async(stream, self._bases[i_layer].address, self._store.address(i_layer), size)
 
@@ -259,19 +258,6 @@ class ExpertStore(Owner):
 
     def _release(self) -> None:
         self._undo.close()
-
-
-def expert_bytes(layout: Layout, pack: PackBase, n_lines: int | None = None) -> int:
-    """Bytes of the device arena.  n_lines: as for ExpertStore."""
-    lines = _n_lines(layout, n_lines)
-    return arena_bytes([layer_line_bytes(pack, i) * lines for i in range(layout.config.n_layers)])
-
-
-def store_bytes(layout: Layout, pack: PackBase) -> int:
-    """Bytes of all experts in host memory; 0 when all are resident."""
-    config = layout.config
-    lines = config.n_experts if layout.offloads else 0
-    return sum(layer_line_bytes(pack, i) * lines for i in range(config.n_layers))
 
 
 def _n_lines(layout: Layout, n_lines: int | None) -> int:

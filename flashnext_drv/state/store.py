@@ -58,8 +58,9 @@ class PinnedExperts(Owner):
     def fill(self, uploader: Uploader) -> None:
         """Pin every layer and place all experts; once.
 
-        Bytes that a kernel makes are in place after the uploader's `finish`.  Raises CheckpointError from the
-        pack and OutOfMemory when memory cannot be pinned; what is pinned by then is given back by `close`.
+        Bytes that a kernel makes are in place in the order of the uploader's stream.  Raises CheckpointError
+        from the pack and OutOfMemory when memory cannot be pinned; what is pinned by then is given back by
+        `close`.
         """
         pool = ThreadPoolExecutor(READERS, "flashnext-experts")
         waiting: deque[Future[int]] = deque()

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pytest
 
 from flashnext_drv.drv import faults
+from flashnext_drv.drv.context import Context
 from flashnext_drv.drv.memory import copy_to_host
 from flashnext_drv.drv.module import Launch
 from flashnext_drv.engine import engine as engine_module
@@ -24,10 +25,12 @@ from flashnext_drv.engine.engine import Engine, Limits, Prefill
 from flashnext_drv.errors import CheckpointError, OutOfMemory, UsageError
 from flashnext_drv.kernels import tables as t
 from flashnext_drv.ledger import Ledger
+from flashnext_drv.model.layout import Layout
 from flashnext_drv.model.pack import Pack, PackBase
 from flashnext_drv.model.synth import SynthPack
 from flashnext_drv.ref.lines import LineCache
 from flashnext_drv.sim import control
+from flashnext_drv.state.experts import ExpertStore
 
 from .test_pack_forms import write
 
@@ -348,6 +351,23 @@ def test_seats_that_cannot_be_are_refused(opener: Opener) -> None:
         assert before == [read(engine, name, dtype).tobytes() for name, dtype in
                           (("homes", t.HOME), ("uses", t.USE), ("caches", t.CACHE))]
         check_lines(engine)
+
+
+def test_lines_are_those_the_layout_has_room_for(ctx: Context, micro: Path) -> None:
+    pack = Pack.open(micro)
+    layout = Layout(pack.config, replace(LIMITS, expert_lines=2, expert_lines_most=5))
+    for given, lines in ((None, 2), (0, 0), (5, 5)):
+        with ExpertStore(ctx, layout, pack, given) as experts:
+            assert experts.n_lines == lines and experts.offloads
+    for given in (-1, 6):
+        with pytest.raises(UsageError, match="lines"):
+            ExpertStore(ctx, layout, pack, given)
+    with ExpertStore(ctx, Layout(pack.config, replace(LIMITS, expert_lines=E + 1)), pack) as experts:
+        assert experts.n_lines == E, "there are no more experts than that"
+    with ExpertStore(ctx, Layout(pack.config, LIMITS), pack, E) as experts:
+        assert experts.n_lines == E and not experts.offloads
+        with pytest.raises(UsageError, match="resident"):
+            experts.home(0, 0)
 
 
 def test_graphs_hold_the_store(opener: Opener) -> None:
