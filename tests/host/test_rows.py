@@ -15,6 +15,7 @@ from flashnext_drv.model.pack import Pack, PackBase
 from flashnext_drv.model.rows import FileRows, RuleRows, ngram_staging_bytes, row_reader
 from flashnext_drv.model.synth import SynthPack
 from flashnext_drv.ref.token import HashTables, ngram_hash
+from flashnext_drv.state.ngram import TableRows
 
 EOS = 7
 
@@ -118,3 +119,14 @@ def test_staging_holds_the_rows_of_every_layer() -> None:
     layout = Layout(pack.config, Limits(context_tokens=64, rows=3, ngram="mapped"))
     assert ngram_staging_bytes(layout, pack, 4, times=2) == 2 * -(-4 * 4 * 82 // 256) * 256
     assert layout.work["ngram"] >= 4 * 4 * 320
+
+
+def test_more_tokens_than_are_read_at_a_time(case_seed: int) -> None:
+    pack = SynthPack("micro", 6)
+    tables, info = TableRows(Layout(pack.config, Limits(context_tokens=64)), pack), pack.ngram()
+    past = np.random.default_rng(case_seed).integers(0, 512, 2502).astype(np.uint32)
+    token, prev1, prev2 = past[2:], past[1:-1], past[:-2]
+    got = np.full(2501 * tables.row_bytes[0], 0xFF, np.uint8)
+    tables.read(0, token, prev1, prev2, got)
+    want = whole(pack)[info.rows_of(token, prev1, prev2, EOS).reshape(-1)].reshape(-1)
+    assert np.array_equal(got[: want.size], want) and (got[want.size :] == 0xFF).all(), f"seed {case_seed}"
