@@ -33,7 +33,9 @@ from .residency import NO_BANK, Banks, Batch, Fill, Ids, runs_of
 
 __all__ = ["PREFETCH_SHARE", "Ring", "Turn", "ring_bytes", "ring_staging_bytes"]
 
-PREFETCH_SHARE = 0.75  # experts of the layer before that were used, from which on prefetching pays
+# Of the experts that are not resident: how many the layer before must have used for all of the next layer's
+# to be prefetched.  assumes: layers of a chunk use like shares of their experts.
+PREFETCH_SHARE = 0.75
 _PUSH = {"push_cache": t.CACHE.itemsize, "push_fill": t.FILL.itemsize}
 _Words = npt.NDArray[np.uint64]
 

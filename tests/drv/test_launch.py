@@ -9,6 +9,7 @@ import pytest
 
 from flashnext_drv.drv import api
 from flashnext_drv.drv.context import Context
+from flashnext_drv.drv.graph import capture
 from flashnext_drv.drv.memory import DeviceArena, Span, copy_to_device, copy_to_host
 from flashnext_drv.drv.module import Launch, Module, pack
 from flashnext_drv.drv.stream import Event, Stream, elapsed_ms
@@ -54,6 +55,36 @@ class Site:
     def wanted(self, n_times: int = 1) -> np.ndarray:
         add = (self.inject[:, :, None] * self.y[:, None, :]).reshape(ROWS, 4 * HIDDEN)
         return self.streams + n_times * add
+
+
+def test_a_run_may_have_another_grid_and_other_pointers(
+    ctx: Context, stream: Stream, kernels: Kernels
+) -> None:
+    """What was given to the stream keeps its arguments."""
+    with DeviceArena(ctx, "a", 1 << 16) as arena:
+        site, other = Site(arena, stream), Site(arena, stream)
+        launch = site.launch(kernels)
+        word = launch.word("streams")
+        assert word.tolist() == [site.spans["streams"].address]
+        launch.run_grid(stream, (1, 2, 1))
+        word[0] = other.spans["streams"].address
+        launch.run_grid(stream, (1, 1, 1))
+        launch.run(stream)
+        expected = site.wanted()
+        expected[2:] = site.streams[2:]
+        assert np.array_equal(site.found(), expected)
+        expected = site.wanted(2)
+        expected[1:] = site.wanted()[1:]
+        assert np.array_equal(other.found(), expected)
+        with pytest.raises(UsageError, match="no argument called 'stream'"):
+            launch.word("stream")
+
+
+def test_another_grid_cannot_be_captured(ctx: Context, stream: Stream, kernels: Kernels) -> None:
+    with DeviceArena(ctx, "a", 1 << 16) as arena:
+        launch = Site(arena, stream).launch(kernels)
+        with pytest.raises(UsageError, match="cannot be captured"), capture(stream):
+            launch.run_grid(stream, (1, 1, 1))
 
 
 def test_a_launch_runs_again_and_again(ctx: Context, stream: Stream, kernels: Kernels) -> None:
