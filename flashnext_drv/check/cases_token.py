@@ -182,20 +182,17 @@ def _ngram_rows(case: Case, seed: int) -> Operands:
             for j in range(3):
                 ids[j, i] = _EOS if i >> j & 1 else 100 + 10 * i + j
     has_bias, tiled, gathered = (int(case.dims.get(name, 0)) for name in ("bias", "tiled", "gathered"))
+    used = bias if has_bias else None
     rows = _rows(n, cap) if gathered else _rows(n, cap, token=ids[0], prev1=ids[1], prev2=ids[2])
     named = np.array([hash_rows(int(ids[0, r]), int(ids[1, r]), int(ids[2, r]), _EOS, sizes, offsets,
                                 _MULTIPLIERS) for r in range(n)], np.int64)
-    stored = table
-    if gathered:
-        stored = poison((cap * heads, words), np.dtype(np.uint16))
-        stored[:n * heads] = table[named.reshape(-1)]
+    stored = _filled(table[named.reshape(-1)], cap * heads) if gathered else table
 
     def expect(out: Arrays) -> None:
         rows16 = from_tiles(out["emb"]) if tiled else out["emb"]
         got = (rows16[:n, :heads * dim] if tiled else from_fragment(rows16[:n])).reshape(n, heads, dim)
         for r in range(n):
-            want = decode_ngram_rows(table[named[r]], dim, bias if has_bias else None)
-            same_bits(f"emb row {r}", got[r], want)
+            same_bits(f"emb row {r}", got[r], decode_ngram_rows(table[named[r]], dim, used))
         untouched("emb", rows16[n:])
         untouched("emb", rows16[:, heads * dim:])
 
