@@ -116,12 +116,17 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
       for name in ("experts", "store", "lines")),
     *((f"flashnext_drv/state/{name}.py", ("tests/host/test_residency.py", "tests/engine/test_ring.py"),
        _WHOLE) for name in ("residency", "ring")),
+    ("flashnext_drv/state/ngram.py", ("tests/host/test_rows.py", "tests/engine/test_ngram_order.py",
+                                      "tests/engine/test_ngram_mapped.py"), ("tests/faults/test_sweep.py",)),
+    ("flashnext_drv/model/rows.py", ("tests/host/test_rows.py",), ("tests/engine/test_ngram_mapped.py",)),
     ("flashnext_drv/state/deep.py", _DEEP, ("tests/faults/test_sweep.py",)),
     ("flashnext_drv/state/export.py", _DEEP[1:], ("tests/engine/test_far_positions.py",)),
     ("flashnext_drv/state/", _ENGINE, _WHOLE),
     ("flashnext_drv/engine/sequence.py", ("tests/host/test_sequence.py", *_ENGINE), _WHOLE),
-    *((f"flashnext_drv/engine/{name}.py", _DEEP, ("tests/engine/test_cli.py", "tests/faults/test_sweep.py"))
+    *((f"flashnext_drv/engine/{name}.py", _DEEP, ("tests/engine/test_ngram_order.py",
+                                                  "tests/engine/test_cli.py", "tests/faults/test_sweep.py"))
       for name in ("deep", "chunk", "prefill")),
+    ("flashnext_drv/engine/round.py", _ENGINE, ("tests/engine/test_ngram_mapped.py", *_WHOLE)),
     ("flashnext_drv/engine/", _ENGINE, ("tests/host/test_device_warning.py", *_WHOLE)),
     ("flashnext_drv/kernels/bind.py", ("tests/host/test_bind_values.py", "tests/drv/test_launch.py",
                                        "tests/drv/test_images.py", "tests/drv/test_ownership.py"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,20 @@ def test_a_file_that_lost_rows_is_an_error_that_names_it(tmp_path: Path) -> None
     file.write_bytes(whole_file)
     reader.read(rows, got)
     assert np.array_equal(got, whole(pack))
+
+
+def test_nothing_stays_open(tmp_path: Path) -> None:
+    SynthPack("micro", 5).write(tmp_path / "pack")
+    pack = Pack.open(tmp_path / "pack")
+    reader, rows = row_reader(pack, pack.ngram()), np.arange(pack.ngram().rows)
+    got = np.zeros((len(rows), reader.row_bytes), np.uint8)
+    before = os.listdir("/proc/self/fd")
+    reader.read(rows, got)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    pack.tensor(pack.ngram().sources[0][0]).file.write_bytes(b"")
+    with pytest.raises(CheckpointError):
+        reader.read(rows, got)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_staging_holds_the_rows_of_every_layer() -> None:
