@@ -84,9 +84,8 @@ class FileRows(RowReader):
 
     def _block(self, handle: int, at: list[int], file: Path, name: str) -> npt.NDArray[np.uint8]:
         size = self.row_bytes
-        if len(at) > 1:  # else the read itself is as soon
-            for offset in at:
-                os.posix_fadvise(handle, offset, size, os.POSIX_FADV_WILLNEED)
+        for offset in at:
+            os.posix_fadvise(handle, offset, size, os.POSIX_FADV_WILLNEED)
         data = b"".join([os.pread(handle, size, offset) for offset in at])
         if len(data) != len(at) * size:
             raise CheckpointError(
