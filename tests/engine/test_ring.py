@@ -18,11 +18,13 @@ from flashnext_drv.drv.module import Launch
 from flashnext_drv.drv.stream import Event, Stream
 from flashnext_drv.engine.engine import Engine, Limits, Prefill
 from flashnext_drv.errors import FlashNextError
+from flashnext_drv.model.synth import SynthPack
 from flashnext_drv.sim import control
 from flashnext_drv.state.residency import Fill
 
 from .prompts import IDS, LONG, N_NEW, deep
 from .ring_schedule import recorded
+from .test_experts import narrow
 
 pytestmark = pytest.mark.sim
 LIMITS = Limits(context_tokens=192, rows=16, prompt_rows=16, sequences=4, deep_rows=2, expert_lines=16,
@@ -350,3 +352,27 @@ def test_the_walk_names_what_is_launched(engine: Engine) -> None:
         kernels = [step.kernel for step in made.steps(rows)]
         assert kernels == [launch.name for launch in made.launches(rows)]
         assert kernels.count("line_fill") == kernels.count("moe_deep_gu") == engine.config.n_layers
+
+
+@pytest.mark.parametrize("form", ["between layers", "in a layer"])
+def test_lines_of_different_lengths(
+    micro: Path, device: str, prompt_run: Callable[..., Any], tmp_path: Path, form: str
+) -> None:
+    """A bank holds lines as long as the layer's are, and guard zones behind it stay whole."""
+    limits = replace(LIMITS, expert_lines=None)
+    between = form == "between layers"
+    pack: Any = narrow(micro, tmp_path / "pack") if between else SynthPack("micro", mixed=True)
+    with Engine.open(pack, limits, device=device) as engine:
+        expected = prompt_run(engine, IDS[:40], Prefill(deep=False), n_new=2)
+    with Engine.open(pack, replace(limits, expert_lines=3), device=device) as engine:
+        experts = engine.rank.experts
+        lengths = [experts.bytes_of(i) for i in range(4)]
+        sizes = {experts.home(2, e)[2] for e in range(16)}
+        assert len(set(lengths) if between else sizes) > 1
+        before = ring(engine).banks.counters.copy()
+        assert not expected.differs(prompt_run(engine, IDS[:40], deep(chunk=23), n_new=2))
+        copied = ring(engine).banks.counters["copied_lines"] - before["copied_lines"]
+        assert counted(engine, before)["copied_bytes"] == int(copied @ np.array(lengths, np.uint64)) > 0
+        if engine.facts.is_simulator:
+            for arena in engine.rank.guarded_arenas():
+                arena.check_guards()
