@@ -376,3 +376,20 @@ def test_lines_of_different_lengths(
         if engine.facts.is_simulator:
             for arena in engine.rank.guarded_arenas():
                 arena.check_guards()
+
+
+@pytest.mark.parametrize("draw", range(6))
+def test_whatever_is_resident_predicted_and_cut(
+    engine: Engine, oracle: Any, prompt_run: Callable[..., Any], case_seed: int, draw: int
+) -> None:
+    """Experts in lines, predictions, chunk and the simulator's order drawn together."""
+    rng = np.random.default_rng([case_seed, draw])
+    layers = [rng.permutation(16)[: rng.integers(0, 17)].tolist() for _ in range(engine.config.n_layers)]
+    with engine.rank.ctx.active():
+        engine.rank.experts.seat(engine.rank.stream, layers)
+    ring(engine).predict = lambda i_layer: rng.permutation(16)[: rng.integers(0, 17)]
+    if engine.facts.is_simulator:
+        control.set_seed(int(rng.integers(0, 1000)))
+    chunk = int(rng.integers(1, 90))
+    found = prompt_run(engine, IDS, Prefill(chunk=chunk, deep_rows=int(rng.integers(1, 9))))
+    assert not oracle.differs(replace(found, tokens=oracle.tokens)), (case_seed, draw, chunk, layers)
