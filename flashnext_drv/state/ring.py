@@ -264,8 +264,9 @@ class _Clocks(Owner):
             return _Lap(None, stream)
         if len(self._kinds) == len(self._pairs):
             name = f"ring.clock{len(self._pairs)}"
-            pair = [self._undo.enter_context(Event(self._ctx, name, timing=True)) for _ in range(2)]
-            self._pairs.append((pair[0], pair[1]))
+            start = self._undo.enter_context(Event(self._ctx, f"{name}.start", timing=True))
+            end = self._undo.enter_context(Event(self._ctx, f"{name}.end", timing=True))
+            self._pairs.append((start, end))
         self._kinds.append(kind)
         return _Lap(self._pairs[len(self._kinds) - 1], stream)
 

@@ -21,6 +21,7 @@ from flashnext_drv.errors import FlashNextError
 from flashnext_drv.model.synth import SynthPack
 from flashnext_drv.sim import control
 from flashnext_drv.state.residency import Fill
+from flashnext_drv.state.ring import PREFETCH_SHARE
 
 from .prompts import IDS, LONG, N_NEW, deep
 from .ring_schedule import recorded
@@ -158,9 +159,16 @@ def test_predictions_of_any_kind_leave_the_same_bytes(
 
 
 def test_few_rows_prefetch_nothing_of_their_own(engine: Engine, prompt_run: Callable[..., Any]) -> None:
-    before = ring(engine).banks.counters.copy()
-    prompt_run(engine, IDS[:2], deep())
-    assert counted(engine, before)["prefetched"] == 0
+    """For the first layer four rows an expert are wanted, for others a share of the layer before."""
+    for n_rows, first in ((2, 0), (15, 0), (16, 6)):
+        before = ring(engine).banks.counters["prefetched"].copy()
+        prompt_run(engine, IDS[:n_rows], deep())
+        prefetched = (ring(engine).banks.counters["prefetched"] - before).tolist()
+        assert prefetched[0] == first and (n_rows > 2 or not any(prefetched))
+    for share, n in ((PREFETCH_SHARE, 13), (PREFETCH_SHARE - 1e-9, 0)):
+        ring(engine)._share = share
+        assert len(ring(engine)._following(1)) == n
+    assert len(ring(engine)._following(engine.config.n_layers)) == 0
 
 
 def test_two_sequences_in_a_chunk_and_several_chunks(
@@ -315,8 +323,42 @@ def test_times_of_copies_and_waits(engine: Engine) -> None:
     finally:
         ring(engine).timing = False
     assert 0 <= took["copy_ms"] <= took["span_ms"] and took["wait_ms"] >= 0 and took["span_ms"] > 0
+    fills = waits = 4 * 5  # 13 experts a layer in banks of 3
+    clocks = ring(engine)._clocks
+    assert (len(clocks._of("copy")), len(clocks._of("wait"))) == (fills, waits)
     run_states(engine)
     assert ring(engine).timings() == {"copy_ms": 0.0, "span_ms": 0.0, "wait_ms": 0.0}
+
+
+def test_times_wait_for_the_chunk(engine: Engine) -> None:
+    """Also for copies that no launch waits for: each row's experts are in lines, all that is copied is
+    wasted."""
+    made = ring(engine)
+
+    def run() -> None:
+        with engine.sequence() as sequence:
+            sequence.extend(IDS[:1])
+            engine.prompt([sequence], prefill=deep())
+
+    used = used_of(engine, run)
+    with engine.rank.ctx.active():
+        engine.rank.experts.seat(engine.rank.stream, [np.flatnonzero(each).tolist() for each in used])
+    before = made.banks.counters.copy()
+    made.predict, made.timing = lambda i_layer: np.arange(16), True
+    try:
+        run()
+        assert made.timings()["wait_ms"] == 0.0
+    finally:
+        made.timing = False
+    counts = counted(engine, before)
+    assert counts["wasted"] == counts["copied_lines"] == 4 * 6 and counts["waits"] == 0
+
+
+def test_the_ring_holds_what_it_uses(engine: Engine) -> None:
+    rank = engine.rank
+    for owner in (rank.ctx, rank.stream, rank.experts):
+        assert "ring" in owner.borrowers()
+    assert "ring.clocks" in rank.ctx.borrowers()
 
 
 def test_a_ring_that_cannot_be_made_costs_time_only(
@@ -329,7 +371,9 @@ def test_a_ring_that_cannot_be_made_costs_time_only(
             engine.generate(IDS[:8], max_new_tokens=1, prefill=deep())
         rank = engine.rank
         assert ring(engine) is not None
-        rank._close_deep()
+        with faults.count_calls() as closing:
+            rank._close_deep()
+        assert "cuStreamSynchronize" in closing.names, "copies may be under way"
         rank.deep = None
         live = engine.ledger.live("device"), engine.ledger.live("pinned")
         assert "ring" not in live[0] and "ring.staging" not in live[1]
