@@ -9,6 +9,8 @@ wrap, by whoever knows what it does.
 
 What must stay true: no call names the default stream; a context must be current (drv/context.py sees to
 that).
+
+Over 500 lines: one short function for each driver call.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +28,7 @@ from ..errors import ContextLost, DriverError, DriverMissing, OutOfMemory, Usage
 from . import faults
 from .faults import counters, ring
 
-__all__ = ["Handle", "binding_version", "counters", "ensure", "loaded", "resolve", "ring"]
+__all__ = ["Handle", "binding_version", "counters", "ensure", "loaded", "resolve", "ring", "route"]
 __all__ += ["cuCtxCreate", "cuCtxDestroy", "cuCtxDisablePeerAccess", "cuCtxEnablePeerAccess",
             "cuCtxGetCurrent", "cuCtxPopCurrent", "cuCtxPushCurrent", "cuCtxSynchronize",
             "cuDeviceCanAccessPeer", "cuDeviceGet", "cuDeviceGetAttribute", "cuDeviceGetCount",
@@ -116,6 +119,17 @@ def resolve(device: str) -> str:
 def loaded() -> str:
     """"cuda", "sim", or "" before `ensure`."""
     return _loaded
+
+
+def route(make: Callable[[Any], Any]) -> Any:
+    """Make every call from here on through make(what they go through), something with the binding's
+    functions; returns what they went through.  For drv/watch.py alone.  Raises UsageError before `ensure`."""
+    global _driver, _launch_kernel
+    if _driver is None:
+        raise UsageError("no driver was chosen", do="call drv.api.ensure(device) first")
+    before, _driver = _driver, make(_driver)
+    _launch_kernel = _driver.cuLaunchKernel
+    return before
 
 
 def binding_version() -> str:
@@ -392,11 +406,11 @@ def cuGraphNodeGetType(node: Handle) -> str:
     return kind.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
 
 
-def cuGraphKernelNodeGetParams(node: Handle) -> tuple[int, tuple[int, int, int], tuple[int, int, int]]:
-    """(function handle as int, grid, block) of a kernel node."""
+def cuGraphKernelNodeGetParams(node: Handle) -> tuple[int, tuple[int, int, int], tuple[int, int, int], int]:
+    """(function handle as int, grid, block, address of the void** of its arguments) of a kernel node."""
     p = _call("cuGraphKernelNodeGetParams", node)
     return (int(p.func), (int(p.gridDimX), int(p.gridDimY), int(p.gridDimZ)),
-            (int(p.blockDimX), int(p.blockDimY), int(p.blockDimZ)))
+            (int(p.blockDimX), int(p.blockDimY), int(p.blockDimZ)), int(p.kernelParams))
 
 
 def cuGraphDestroy(graph: Handle) -> None:

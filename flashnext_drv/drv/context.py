@@ -91,6 +91,7 @@ class Context(DriverOwner):
         self.ledger = ledger
         self.primary = primary
         self.function_names: dict[int, str] = {}
+        self.stream_names: dict[int, str] = {}
         self._broken = ""
         count = api.cuDeviceGetCount()
         if not 0 <= ordinal < count:

@@ -13,6 +13,8 @@ the context, because work given to its stream would be recorded instead of run.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -155,6 +157,15 @@ class Graph(DriverOwner):
         with self.ctx.active(), faults.silent():
             return [self._node(i, node) for i, node in enumerate(api.cuGraphGetNodes(self.handle))]
 
+    def arguments(self, sizes: Mapping[str, Sequence[int]]) -> list[tuple[bytes, ...]]:
+        """The argument bytes of every node, as captured; () for what is no kernel or no kernel of `sizes`.
+
+        sizes: bytes of each argument in order, by kernel name, as the kernel declares them.
+        """
+        self.require_open()
+        with self.ctx.active(), faults.silent():
+            return [self._arguments(node, sizes) for node in api.cuGraphGetNodes(self.handle)]
+
     def edges(self) -> list[tuple[int, int]]:
         """(from, to) as indices into `nodes`."""
         self.require_open()
@@ -180,8 +191,16 @@ class Graph(DriverOwner):
         kind = api.cuGraphNodeGetType(node)
         if kind != "kernel":
             return Node(i_node, kind)
-        function, grid, block = api.cuGraphKernelNodeGetParams(node)
+        function, grid, block, _ = api.cuGraphKernelNodeGetParams(node)
         return Node(i_node, kind, self.ctx.function_names.get(function, "?"), grid, block)
+
+    def _arguments(self, node: api.Handle, sizes: Mapping[str, Sequence[int]]) -> tuple[bytes, ...]:
+        if api.cuGraphNodeGetType(node) != "kernel":
+            return ()
+        function, _, _, address = api.cuGraphKernelNodeGetParams(node)
+        wanted = sizes.get(self.ctx.function_names.get(function, "?"), ())
+        pointers = (ctypes.c_void_p * len(wanted)).from_address(address) if wanted else ()
+        return tuple(ctypes.string_at(at or 0, size) for at, size in zip(pointers, wanted, strict=True))
 
     def _release(self) -> None:
         self.ctx.free(api.cuGraphDestroy, self.handle, self._entry, outlives=True)
@@ -202,6 +221,11 @@ class GraphExec(DriverOwner):
                 undo.callback(self.ctx.free, api.cuGraphExecDestroy, self.handle, self._entry)
                 self._entry.measured(max(0, free_before - api.cuMemGetInfo()[0]))
             self._undo = undo.pop_all()
+
+    @property
+    def size_bytes(self) -> int:
+        """Device memory that the driver was seen to take for it."""
+        return self._entry.granted_bytes
 
     def upload(self, stream: Stream) -> None:
         """Put the executable on the device ahead of its first launch, in stream order."""

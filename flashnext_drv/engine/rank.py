@@ -198,6 +198,11 @@ class Rank(Owner):
                 launch.run(self.stream)
         self.stream.synchronize()
 
+    @property
+    def spans(self) -> dict[str, Span]:
+        """Everything that launches point into, by name; with the deep pass's where it is there."""
+        return dict(self._spans if self.deep is None else self.deep.spans)
+
     def steps(self, path: str) -> list[Step]:
         """The walk of one round as plain data, in the order of `launches`."""
         steps = [] if path == HEAD else list(body_steps(self.layout, self._embed_bf16, self._ngram_bits))
