@@ -92,6 +92,7 @@ class Context(DriverOwner):
         self.primary = primary
         self.function_names: dict[int, str] = {}
         self.stream_names: dict[int, str] = {}
+        self.graph_names: dict[int, str] = {}  # of executables
         self._broken = ""
         count = api.cuDeviceGetCount()
         if not 0 <= ordinal < count:

@@ -25,7 +25,7 @@ from . import api, faults
 from .context import Context, DriverOwner, here
 from .stream import Stream
 
-__all__ = ["Capture", "Graph", "GraphExec", "Node", "capture"]
+__all__ = ["Capture", "Graph", "GraphExec", "Node", "capture", "read_arguments"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,15 @@ class Node:
 def capture(stream: Stream) -> Capture:
     """Context manager: what this thread gives to `stream` inside is recorded and not run."""
     return Capture(stream)
+
+
+def read_arguments(address: int, sizes: Sequence[int]) -> tuple[bytes, ...]:
+    """What a launch's void** at `address` points at.  sizes: bytes of each argument, as the kernel declares
+    them."""
+    if not sizes:
+        return ()
+    pointers = (ctypes.c_void_p * len(sizes)).from_address(address)
+    return tuple(ctypes.string_at(at or 0, size) for at, size in zip(pointers, sizes, strict=True))
 
 
 class Capture:
@@ -199,8 +208,7 @@ class Graph(DriverOwner):
             return ()
         function, _, _, address = api.cuGraphKernelNodeGetParams(node)
         wanted = sizes.get(self.ctx.function_names.get(function, "?"), ())
-        pointers = (ctypes.c_void_p * len(wanted)).from_address(address) if wanted else ()
-        return tuple(ctypes.string_at(at or 0, size) for at, size in zip(pointers, wanted, strict=True))
+        return read_arguments(address, wanted)
 
     def _release(self) -> None:
         self.ctx.free(api.cuGraphDestroy, self.handle, self._entry, outlives=True)
@@ -220,6 +228,7 @@ class GraphExec(DriverOwner):
                 self._entry = self.ctx.ledger.add(name, "graph_exec")
                 undo.callback(self.ctx.free, api.cuGraphExecDestroy, self.handle, self._entry)
                 self._entry.measured(max(0, free_before - api.cuMemGetInfo()[0]))
+            self.ctx.graph_names[int(self.handle)] = graph.name
             self._undo = undo.pop_all()
 
     @property
@@ -258,4 +267,5 @@ class GraphExec(DriverOwner):
         return True
 
     def _release(self) -> None:
+        self.ctx.graph_names.pop(int(self.handle), None)
         self._undo.close()
