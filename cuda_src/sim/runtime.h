@@ -17,6 +17,8 @@ namespace fnsim {
 typedef int Result;                                // CUresult
 constexpr unsigned kOptInSharedBytes = 227 << 10;  // most shared memory a block may have
 constexpr long long kModuleBytes = 64 << 10;       // what a loaded module takes of its device
+constexpr long long kExecBytes = 64 << 10;         // what an executable takes, and in these steps
+constexpr long long kNodeBytes = 512;              // for each of its nodes
 
 enum : Result {
     OK = 0,
@@ -166,6 +168,7 @@ struct Capture {
 struct Exec {
     u64 id = 0;
     Context* context = nullptr;
+    long long bytes = 0;  // charged to its device
     std::shared_ptr<Plan> plan;
 };
 struct Graph {

@@ -39,15 +39,17 @@ from ..state.tables import DeviceTables
 from ..state.upload import Uploader
 from ..state.weights import WeightStore
 from .deep import DeepPass, address_of
-from .graphs import GraphSet
+from .graphs import GraphSet, Identity, fingerprint_of
 from .plan import Sizer
 from .sequence import Sampling, Sequence
 
 __all__ = ["BODY", "HEAD", "TOKEN", "Progress", "Rank"]
 
 BODY = "body"  # state advances, no logits
-TOKEN = "token"  # the same, then head and draws
 HEAD = "head"  # head and draws of rows whose streams, last expert output and inject lie in the scratch
+TOKEN = "token"  # body, then head: two graphs
+_PARTS = {BODY: (BODY,), HEAD: (HEAD,), TOKEN: (BODY, HEAD)}
+_IDENTITIES = 4096  # kept; window patterns are many
 Progress = Callable[[str, int, int], None]  # what, done, of all; bytes
 
 
@@ -119,11 +121,14 @@ class Rank(Owner):
         self._spans: dict[str, Span] = {**self.work, **self.weights.spans, **self.tables.spans}
         if self.ngram is not None:
             self._spans |= self.ngram.spans
-        self._launches: dict[tuple[str, int], list[Launch]] = {}
+        self._launches: dict[tuple[str, int, int], list[Launch]] = {}
+        self._identities: dict[tuple[str, int, tuple[int, ...], int], Identity] = {}
         self.graphs = undo.enter_context(
             GraphSet(
                 ctx,
                 (self.kernels, self.tables, self.pages, self.slots, self._work, self.weights, self.experts),
+                layout.limits,
+                HEAD,
             )
         )
         undo.callback(self._close_deep)
@@ -203,33 +208,70 @@ class Rank(Owner):
         """Everything that launches point into, by name; with the deep pass's where it is there."""
         return dict(self._spans if self.deep is None else self.deep.spans)
 
-    def steps(self, path: str) -> list[Step]:
-        """The walk of one round as plain data, in the order of `launches`."""
-        steps = [] if path == HEAD else list(body_steps(self.layout, self._embed_bf16, self._ngram_bits))
-        return steps if path == BODY else [*steps, *head_steps(self.layout), *draw_steps(self.layout)]
+    def steps(self, path: str, context: int = 0) -> list[Step]:
+        """The walk of one round as plain data, in the order of `launches`.  context: as in `body_steps`."""
+        if path == BODY:
+            return list(body_steps(self.layout, self._embed_bf16, self._ngram_bits, context))
+        if path == HEAD:
+            return [*head_steps(self.layout), *draw_steps(self.layout)]
+        return [step for part in _PARTS[path] for step in self.steps(part, context)]
 
-    def launches(self, path: str, bucket: int) -> list[Launch]:
-        """The launches of one round: path BODY, TOKEN or HEAD, padded to `bucket` rows."""
-        key = (path, bucket)
+    def launches(self, path: str, bucket: int, context: int = 0) -> list[Launch]:
+        """The launches of one round: path BODY, HEAD or TOKEN, padded to `bucket` rows.
+
+        context: tokens that the attention grids reach, a value of Layout.context_bucket; 0 = all.
+        """
+        context = 0 if path == HEAD else context or self.layout.limits.context_tokens
+        key = (path, bucket, context)
         if key not in self._launches:
-            self._launches[key] = [self._bind(step, bucket) for step in self.steps(path)]
+            if path == TOKEN:
+                made = [each for part in _PARTS[path] for each in self.launches(part, bucket, context)]
+            else:
+                made = [self._bind(step, bucket) for step in self.steps(path, context)]
+            self._launches[key] = made
         return self._launches[key]
 
-    def forward(self, path: str, bucket: int) -> None:
+    def rebind(self) -> None:
+        """Bind all launches anew from the spans as they are.  Where an address has changed the path's graphs
+        are dropped at its next round."""
+        self._launches.clear()
+        self._identities.clear()
+
+    def identity(
+        self, path: str, bucket: int, pattern: tuple[int, ...] = (), context: int = 0
+    ) -> Identity:
+        """What a graph of path BODY or HEAD is kept under.  pattern, context: of BODY alone."""
+        if path == HEAD:
+            pattern, context = (), 0
+        key = (path, bucket, pattern, context)
+        found = self._identities.get(key)
+        if found is None:
+            if len(self._identities) >= _IDENTITIES:
+                self._identities.clear()
+            layout = self.layout
+            geometry = layout.pages
+            found = self._identities[key] = Identity(
+                path, bucket, pattern, context,
+                f"{layout.n_pages}x{geometry.kv_bytes}+{geometry.index_bytes}/{layout.pages_per_sequence}",
+                self.experts.n_lines if layout.offloads else -1,
+                (0, 1),
+                fingerprint_of(self._graph_launches(path, bucket, context)),
+            )
+        return found
+
+    def forward(self, path: str, bucket: int, pattern: tuple[int, ...] = (), longest: int = 0) -> None:
         """Publish the tables and run one round on the compute stream; returns before it is done.
 
-        Replays the round's graph where graphs are wanted and can be made, else runs its launches; same bytes.
+        Replays the round's graphs where they are wanted and can be made, else runs its launches; same bytes.
+        pattern: rows of each window.  longest: tokens of the longest sequence after the round.
 
         observer, when set, is called after every launch of an eager round, with the launch done.
         """
         with self.ctx.active():
-            launches = self.launches(path, bucket)
             self.tables.publish(self.stream)
-            replayed = False
-            if self.use_graphs and self.observer is None:
-                replayed = self.graphs.replay((path, bucket), launches, self.stream)
-            if not replayed:
-                self._eager(launches)
+            context = self.layout.context_bucket(longest)
+            for part in _PARTS[path]:
+                self._run(part, bucket, pattern, context)
             if path != BODY:
                 size = 4 * bucket
                 copy_async(self.stream, self._draw_span.sub(0, size), self.work["tokens"].sub(0, size), size)
@@ -239,13 +281,22 @@ class Rank(Owner):
                 self.stream.record(self._done)
                 self._n_drawn = bucket
 
-    def _eager(self, launches: list[Launch]) -> None:
-        for launch in launches:
+    def _run(self, path: str, bucket: int, pattern: tuple[int, ...], context: int) -> None:
+        """Body or head of a round."""
+        if self.use_graphs and self.observer is None:
+            identity = self.identity(path, bucket, pattern, context)
+            if self.graphs.replay(identity, self._graph_launches(path, bucket, context), self.stream):
+                return
+        for launch in self.launches(path, bucket, context):
             launch.run(self.stream)
             if self.observer is not None:
                 self.stream.synchronize()
                 self.observer(launch)
-        self.graphs.counters.eager_rounds += 1
+        self.graphs.ran_eagerly(path)
+
+    def _graph_launches(self, path: str, bucket: int, context: int) -> list[Launch]:
+        """What a graph of this path captures; an eager round runs `launches`."""
+        return self.launches(path, bucket, context)
 
     def read_draws(self) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, status), u32 of the last round's padded rows, after it is done."""

@@ -73,7 +73,9 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
         if rank.ngram is not None:
             with rank.ctx.active():
                 rank.ngram.publish(rank.stream)
-        rank.forward(TOKEN if head else BODY, bucket)
+        pattern = tuple(window.n_rows for window in windows)
+        longest = max(window.sequence.position + window.n_rows for window in windows)
+        rank.forward(TOKEN if head else BODY, bucket, pattern, longest)
         for window in windows:
             window.sequence.n_done += window.n_rows
     except BaseException as error:  # some launches may have run: no state is where n_done says
