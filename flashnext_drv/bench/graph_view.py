@@ -40,8 +40,7 @@ _PARTS: Final = {"router": "moe", "lines": "moe", "homes": "moe", "uses": "moe",
                  "ngram": "ple", "attn_site": "site", "mlp_site": "site", "gdn_in": "gdn", "gdn_out": "gdn",
                  "qsa_in": "qsa", "qsa_out": "qsa"}
 _KERNELS: Final = {"draw_rows": "draw", "rope_rows": "embed"}
-_FAMILIES: Final = {"attn": "qsa", "gdn": "gdn", "moe": "moe", "moe_gemv": "moe", "moe_deep": "moe",
-                    "move": "move"}
+_FAMILIES: Final = {"attn": "qsa", "gdn": "gdn", "moe": "moe", "moe_gemv": "moe", "moe_deep": "moe"}
 _COLOURS: Final = {"embed": "#e8e8e8", "site": "#dbe9f6", "gdn": "#dff0d8", "qsa": "#fbe5d0",
                    "moe": "#eadcf4", "ple": "#fdf3c7",
                    "mixer": "#d5efef", "head": "#f7d9d9", "draw": "#f3d3e7"}

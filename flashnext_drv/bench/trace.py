@@ -106,32 +106,28 @@ class Where:
     """Which memory an address lies in: what the process allocated since somebody began to look."""
 
     def __init__(self) -> None:
-        self._pinned: dict[int, int] = {}
+        self._pinned: dict[int, int] = {}               # bytes by first address, the host's and the device's
+        self._host: dict[int, tuple[int, list[int]]] = {}   # of an allocation: bytes, all its addresses
         self._starts: list[int] = []
-        self._host_bytes: dict[int, int] = {}
 
     def note(self, name: str, args: Sequence[Any], result: Sequence[Any]) -> None:
         """Take notice of a driver call that was made."""
         if name == "cuMemHostAlloc":
-            self._host_bytes[int(result[1])] = int(args[0])
-            self._add(int(result[1]), int(args[0]))
-        elif name == "cuMemHostGetDevicePointer":
-            self._add(int(result[1]), self._host_bytes.get(int(args[0]), 0))
+            self._host[int(result[1])] = (int(args[0]), [int(result[1])])
+        elif name == "cuMemHostGetDevicePointer" and int(args[0]) in self._host:
+            self._host[int(args[0])][1].append(int(result[1]))
         elif name == "cuMemFreeHost":
-            self._pinned.pop(int(args[0]), None)
-            self._host_bytes.pop(int(args[0]), None)
-            self._starts = sorted(self._pinned)
+            self._host.pop(int(args[0]), None)
+        else:
+            return
+        self._pinned = {address: size for size, addresses in self._host.values() for address in addresses}
+        self._starts = sorted(self._pinned)
 
     def tier(self, address: int) -> str:
         """"pinned" or "device"."""
         i = bisect_right(self._starts, address) - 1
         inside = i >= 0 and address < self._starts[i] + self._pinned[self._starts[i]]
         return "pinned" if inside else "device"
-
-    def _add(self, start: int, size_bytes: int) -> None:
-        if size_bytes:
-            self._pinned[start] = size_bytes
-            self._starts = sorted(self._pinned)
 
 
 class Recorder:
