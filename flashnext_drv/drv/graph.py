@@ -46,9 +46,9 @@ def capture(stream: Stream) -> Capture:
 
 
 def read_arguments(address: int, sizes: Sequence[int]) -> tuple[bytes, ...]:
-    """What a launch's void** at `address` points at.  sizes: bytes of each argument, as the kernel declares
-    them."""
-    if not sizes:
+    """What a launch's void** at `address` points at; () where it is null.  sizes: bytes of each argument, as
+    the kernel declares them."""
+    if not sizes or not address:
         return ()
     pointers = (ctypes.c_void_p * len(sizes)).from_address(address)
     return tuple(ctypes.string_at(at or 0, size) for at, size in zip(pointers, sizes, strict=True))
