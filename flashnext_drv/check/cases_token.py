@@ -186,7 +186,7 @@ def _ngram_rows(case: Case, seed: int) -> Operands:
     rows = _rows(n, cap) if gathered else _rows(n, cap, token=ids[0], prev1=ids[1], prev2=ids[2])
     named = np.array([hash_rows(int(ids[0, r]), int(ids[1, r]), int(ids[2, r]), _EOS, sizes, offsets,
                                 _MULTIPLIERS) for r in range(n)], np.int64)
-    stored = _filled(table[named.reshape(-1)], cap * heads) if gathered else table
+    stored = _filled(table[named.reshape(-1)], cap * heads).reshape(cap, -1) if gathered else table
 
     def expect(out: Arrays) -> None:
         rows16 = from_tiles(out["emb"]) if tiled else out["emb"]
@@ -210,7 +210,7 @@ def _ngram_rows(case: Case, seed: int) -> Operands:
         arrays["head_bias"] = bias
     else:
         scalars["head_bias"] = 0
-    return Operands(arrays, scalars, (heads, cap, 1), [], ("emb",), expect)
+    return Operands(arrays, scalars, (heads, cap, 1), [], ("emb",), expect, ("table",) * gathered)
 
 
 # --- ple_mix, and ple_gate, ple_conv, ple_tail on the same operands -----------------------------------------
