@@ -33,9 +33,9 @@ from ..model.pack import PackBase
 from ..model.source import open_pack
 from ..state.export import read_state
 from ..state.residency import COUNTERS as RING_COUNTERS
+from .decode import Ahead, decode
 from .prefill import Prefill, Prompt, PromptCounters, check_prefill, run_prompts
 from .rank import Progress, Rank
-from .round import Window, run_round
 from .sequence import Sampling, Sequence, checked_ids
 
 __all__ = ["Engine", "Generation", "Limits", "MemoryReport", "Prefill", "Sampling", "token_sha256"]
@@ -373,14 +373,10 @@ class Engine(Owner):
                 return
             asked = Prompt(sequence, draw=True)
             run_prompts(self.rank, [asked], prefill, self.prompts)
-            token = asked.token
-            while True:
-                yield token
-                max_new_tokens -= 1
-                if token in stops or not max_new_tokens:
-                    return
-                sequence.extend([token])
-                token = run_round(self.rank, [Window(sequence, 1, draw=True)]).tokens[0]
+            yield asked.token
+            if asked.token not in stops and max_new_tokens > 1:
+                sequence.extend([asked.token])
+                yield from decode(self.rank, Ahead(sequence, max_new_tokens - 1, stops))
 
     def _experts(self) -> dict[str, Any]:
         """MemoryReport.experts."""

@@ -129,13 +129,13 @@ class _Pending:
 class GraphSet(Owner):
     """Owns graphs and executables.  captured: what their launches use and must outlive them.
 
-    heads: the path whose replays are counted apart.  off: identities that run eagerly from now on, with the
+    heads: the paths whose replays are counted apart.  off: identities that run eagerly from now on, with the
     error that led to it.  all_off: why all do ("": they do not).  cap: executables kept at most; sinks when
     device memory ran below Limits.graph_floor_bytes.
     """
 
     def __init__(
-        self, ctx: Context, captured: tuple[Owner, ...], limits: Limits, heads: str = "head"
+        self, ctx: Context, captured: tuple[Owner, ...], limits: Limits, heads: tuple[str, ...] = ("head",)
     ) -> None:
         super().__init__("graphs", holds=(ctx, *captured))
         self._ctx = ctx
@@ -370,7 +370,7 @@ class GraphSet(Owner):
     def _count(self, path: str, name: str, n: int = 1) -> None:
         of_path = self.counters_of(path)
         setattr(of_path, name, getattr(of_path, name) + n)
-        if path == self._heads:
+        if path in self._heads:
             name = {"replays": "head_replays", "eager_rounds": "eager_heads"}.get(name, name)
         setattr(self.counters, name, getattr(self.counters, name) + n)
 

@@ -58,6 +58,7 @@ class Limits:
     first.  graph_floor_bytes: free device memory below which the oldest quarter of them goes; 0 = half of
     reserve_bytes.  graph_after: 1 makes a graph for the first round of its kind, 2 for the second.
     graph_async: executables are made on another thread while rounds run eagerly.
+    steps_ahead: most tokens that decode draws before the host looks at them, 1..64.
     primary_context: use the device's primary context instead of an own one.
     page_order: "forward", "reversed" or "shuffled:<seed>": which physical pages a sequence is given.
     chunk: most rows of a prompt's segment, 1..16384; 0 = what the memory plan allows (`deep_layouts`).
@@ -89,6 +90,7 @@ class Limits:
     graph_floor_bytes: int = 0
     graph_after: int = 1
     graph_async: bool = False
+    steps_ahead: int = 4
     primary_context: bool = False
     page_order: str = "forward"
     chunk: int = 0
@@ -116,6 +118,7 @@ class Limits:
             ("graphs", 2, 4096),
             ("graph_floor_bytes", 0, 1 << 50),
             ("graph_after", 1, 2),
+            ("steps_ahead", 1, 64),
             ("reserve_bytes", 0, 1 << 50),
             ("chunk", 0, MAX_CHUNK),
             ("deep_rows", 1, 1 << 20),
@@ -331,13 +334,18 @@ class Layout:
             out.append(at_out.take(rows * member.n * 4))
         return x, part, out
 
+    @property
+    def ahead_bytes(self) -> int:
+        """The pinned ring of drawn tokens, FnDrawn (sequences, steps_ahead)."""
+        return self.limits.sequences * self.limits.steps_ahead * t.DRAWN.itemsize
+
     def table_bytes(self) -> int:
         """The tables arena: round rows, slots, pages, linear descriptors, expert lines, line caches."""
         at = Cursor()
         at.take(
             t.ROUND.itemsize
             + self.rows_cap * (t.ROW.itemsize + t.RUN.itemsize)
-            + self.limits.sequences * t.SLOT.itemsize
+            + self.limits.sequences * (t.SLOT.itemsize + t.AHEAD.itemsize)
         )
         at.take(self.limits.sequences * self.pages_per_sequence * t.PAGE.itemsize)
         for group in self.groups.values():

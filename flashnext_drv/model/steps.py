@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ..kernels.tables import FORMAT_BF16, FORMAT_F16
 from .layout import Layout
 
-__all__ = ["Step", "Value", "body_steps", "draw_steps", "head_steps"]
+__all__ = ["Step", "Value", "ahead_steps", "body_steps", "draw_steps", "head_steps"]
 
 Value = str | int | float
 FILL_BLOCKS = 64  # of line_fill; 8 reach the link's rate
@@ -103,6 +103,24 @@ def draw_steps(layout: Layout) -> Iterator[Step]:
             "vocab": layout.config.vocab,
         },
         "draw",
+    )
+
+
+def ahead_steps(layout: Layout) -> Iterator[Step]:
+    """Behind the draws: the rows of the next token; drawn tokens go to the pinned ring."""
+    yield Step(
+        "advance_rows",
+        (1,),
+        {
+            "rows": "rows",
+            "runs": "runs",
+            "aheads": "aheads",
+            "tokens": "tokens",
+            "status": "status",
+            "ring": "ahead",
+            "ring_steps": layout.limits.steps_ahead,
+        },
+        "ahead",
     )
 
 
