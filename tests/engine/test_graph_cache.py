@@ -15,6 +15,7 @@ from flashnext_drv.drv.context import Context
 from flashnext_drv.drv.memory import DeviceArena
 from flashnext_drv.drv.module import Launch
 from flashnext_drv.drv.stream import Stream
+from flashnext_drv.engine import graphs as graphs_module
 from flashnext_drv.engine.graphs import FEWEST, MOST_FAILURES, GraphSet, Identity, fingerprint_of
 from flashnext_drv.errors import ContextLost, UsageError
 from flashnext_drv.kernels.bind import Kernels
@@ -169,6 +170,20 @@ def test_what_must_go_is_updated_where_the_kernels_are_the_same(
     assert sum(ledger.live("graph_exec").values()) == sum(ledger.live("graph").values()) == 2
 
 
+def test_one_of_the_oldest_quarter_that_can_be_updated_goes_first(
+    opened: Opener, launch: Launch, stream: Stream
+) -> None:
+    graphs = opened(graphs=5)
+    for n, path in enumerate(("a", "body", "b", "body", "c")):
+        assert graphs.replay(numbered(n, path), [launch], stream)
+    assert graphs.replay(numbered(9), [launch], stream)
+    assert [each.context for each in graphs.identities()] == [0, 2, 3, 4, 9]
+    assert graphs.counters.updates == graphs.counters.evicted == 1
+    assert graphs.replay(replace(numbered(9), rows=2), [launch], stream)
+    assert [each.context for each in graphs.identities()] == [2, 3, 4, 9, 9]
+    assert (graphs.counters.updates, graphs.counters.evicted) == (1, 2), "other rows are made anew"
+
+
 @pytest.mark.parametrize("code", [1, 2, 910])
 def test_an_update_that_fails_ends_in_an_instantiation(
     opened: Opener, launch: Launch, stream: Stream, site: Site, ledger: Ledger, code: int
@@ -207,6 +222,17 @@ def test_made_at_the_second_sighting(opened: Opener, launch: Launch, stream: Str
     for identity, replayed in ((FIRST, False), (other, False), (FIRST, True), (other, True), (FIRST, True)):
         assert graphs.replay(identity, [launch], stream) == replayed
     assert graphs.counters.captures == 2
+
+
+def test_first_sightings_are_forgotten_at_a_number(
+    opened: Opener, launch: Launch, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs_module, "_SEEN", 2)
+    graphs = opened(graph_after=2)
+    for n in (1, 2, 3):
+        assert not graphs.replay(numbered(n), [launch], stream)
+    assert graphs.replay(numbered(2), [launch], stream)
+    assert not graphs.replay(numbered(1), [launch], stream), "its first sighting was forgotten"
 
 
 def test_many_failures_switch_all_graphs_off(opened: Opener, launch: Launch, stream: Stream) -> None:
