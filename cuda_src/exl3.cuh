@@ -218,6 +218,12 @@ template <u32 CODEBOOK> FN_DEVICE u32 fn_codebook2(u32 low, u32 high, bool by_ma
 #ifndef FN_WINDOW_MAD
 #define FN_WINDOW_MAD 0
 #endif
+#ifndef FN_ROLLED
+#define FN_ROLLED 0
+#endif
+#ifndef FN_SHARE
+#define FN_SHARE 0
+#endif
 #ifndef FN_PREFETCH
 #define FN_PREFETCH 0
 #endif
@@ -340,6 +346,8 @@ template <u32 W2> struct FnRing {
 // tools/bench_gemv.py compares them.
 //   FN_WARP_TILES   tiles of a warp, 1 or 2;  FN_BLOCK_PAIRS  pairs of tiles of a block
 //   FN_AHEAD        k steps of a trellis that are asked for ahead;  FN_AHEAD_PLAIN  of f16 weights
+//   FN_ROLLED       1: the last group of k steps is no copy of the loop, which then asks for its words twice
+//   FN_SHARE        1: at 3 and 5 bits the last word of a lane comes from a lane before it
 //   FN_PREFETCH     1: all words of a unit are asked for from memory at its start, into L2
 //   FN_TOP_WINDOW   1: at 3 bits a second shift in the place of one word, whose first window needs no mask
 //   FN_WINDOW_MAD   at 3 bits, how many windows are cut by a multiplication and a shift (0 .. 5)
@@ -371,7 +379,11 @@ struct FnPlace {
 };
 
 template <u32 W2, u32 CODEBOOK> struct FnTrellis {
-    enum : u32 { kDepth = W2 == 7 || W2 > 10 ? FN_AHEAD / 2 : FN_AHEAD, kBf16 = 0 };
+    enum : u32 {
+        kDepth = W2 == 7 || W2 > 10 ? FN_AHEAD / 2 : FN_AHEAD,
+        kBf16 = 0,
+        kShare = FN_SHARE && (W2 == 6 || W2 == 10),
+    };
     struct Step { u32 w[FN_WARP_TILES][FnRing<W2>::kLoads]; };
 
     FnRing<W2> ring;
@@ -398,13 +410,32 @@ template <u32 W2, u32 CODEBOOK> struct FnTrellis {
     }
     FN_DEVICE void load(Step& s) {  // the next k step
 #pragma unroll
-        for (u32 t = 0; t < FN_WARP_TILES; t++) ring.load_at(low, other, t * FnRing<W2>::kTileBytes, s.w[t]);
+        for (u32 t = 0; t < FN_WARP_TILES; t++) {
+            const u32 tile = t * FnRing<W2>::kTileBytes;
+            if (kShare) {
+                s.w[t][0] = fn_ldg(reinterpret_cast<const u32*>(low + tile));
+                if (W2 == 10) s.w[t][1] = fn_ldg(reinterpret_cast<const u32*>(low + tile - 4));
+            } else {
+                ring.load_at(low, other, tile, s.w[t]);
+            }
+        }
         low += row_bytes;
-        if (FnRing<W2>::kLoads == 2 || FnRing<W2>::kTwoOffsets) other += row_bytes;
+        if (!kShare && (FnRing<W2>::kLoads == 2 || FnRing<W2>::kTwoOffsets)) other += row_bytes;
+    }
+    FN_DEVICE void back(u32 n) {
+        low -= (u64)row_bytes * n;
+        if (!kShare && (FnRing<W2>::kLoads == 2 || FnRing<W2>::kTwoOffsets)) other -= (u64)row_bytes * n;
     }
     FN_DEVICE void operand(const Step& s, int i, u32 (&a)[4]) const {
-        u32 state[8];
-        ring.states(s.w[i], state);
+        u32 state[8], w[FnRing<W2>::kLoads];
+#pragma unroll
+        for (u32 j = 0; j < FnRing<W2>::kLoads; j++) w[j] = s.w[i][j];
+        if constexpr (kShare) {  // 3 bits: word 0 of the lane before, or of two before; 5 bits: its word 0 or 1
+            u32 lane = threadIdx.x & 31u, last = (lane & 3u) == 3u;
+            if (W2 == 6) w[1] = fn_shfl(w[0], lane - 1u - last & 31u);
+            else w[2] = fn_shfl(last ? w[0] : w[1], lane - 1u & 31u);
+        }
+        ring.states(w, state);
         a[0] = fn_codebook2<CODEBOOK>(state[0], state[1], FN_JOIN_MAD > 0);
         a[1] = fn_codebook2<CODEBOOK>(state[4], state[5], FN_JOIN_MAD > 2);
         a[2] = fn_codebook2<CODEBOOK>(state[2], state[3], FN_JOIN_MAD > 1);
@@ -435,6 +466,10 @@ template <bool BF16> struct FnPlain {
 #pragma unroll
         for (u32 t = 0; t < FN_WARP_TILES; t++) s.w[t] = fn_ldg(at[t]), at[t] += 32u;
     }
+    FN_DEVICE void back(u32 n) {
+#pragma unroll
+        for (u32 t = 0; t < FN_WARP_TILES; t++) at[t] -= 32u * n;
+    }
     FN_DEVICE void operand(const Step& s, int i, u32 (&a)[4]) const {
         a[0] = s.w[i].x, a[1] = s.w[i].y, a[2] = s.w[i].z, a[3] = s.w[i].w;
     }
@@ -448,6 +483,10 @@ template <u32 ROW_TILES> struct FnRows {
     FN_DEVICE void load(uint2 (&b)[ROW_TILES]) {  // the next k step
 #pragma unroll
         for (u32 r = 0; r < ROW_TILES; r++) b[r] = fn_ldg(reinterpret_cast<const uint2*>(at[r])), at[r] += 16u;
+    }
+    FN_DEVICE void back(u32 n) {
+#pragma unroll
+        for (u32 r = 0; r < ROW_TILES; r++) at[r] -= 16u * n;
     }
 };
 
@@ -491,7 +530,11 @@ FN_DEVICE void fn_dot_run(Weights weights, FnRows<ROW_TILES> rows, u32 n_steps,
 #pragma unroll
         for (u32 i = 0; i < depth; i++) rows.load(x[i]);
 #pragma unroll 1
-        while (--n_groups) {
+        while (FN_ROLLED ? n_groups-- : --n_groups) {
+            if (FN_ROLLED) {
+                weights.back(n_groups ? 0u : depth);
+                rows.back(n_groups ? 0u : depth);
+            }
 #pragma unroll
             for (u32 i = 0; i < depth; i++) {
                 fn_dot_step(weights, words[i], x[i], d);
@@ -499,8 +542,10 @@ FN_DEVICE void fn_dot_run(Weights weights, FnRows<ROW_TILES> rows, u32 n_steps,
                 rows.load(x[i]);
             }
         }
+        if (!FN_ROLLED) {
 #pragma unroll
-        for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);
+            for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);
+        }
     }
 #pragma unroll 1
     while (n_rest--) {
