@@ -348,7 +348,7 @@ template <u32 W2> struct FnRing {
 //   FN_AHEAD        k steps of a trellis that are asked for ahead;  FN_AHEAD_PLAIN  of f16 weights
 //   FN_ROLLED       1: the last group of k steps is no copy of the loop, which then asks for its words twice
 //   FN_SHARE        1: at 3 and 5 bits the last word of a lane comes from a lane before it
-//   FN_PREFETCH     1: all words of a unit are asked for from memory at its start, into L2
+//   FN_PREFETCH     all words of a unit are asked for from memory at its start, into L2: 1 EXL3, 2 plain, 3 both
 //   FN_TOP_WINDOW   1: at 3 bits a second shift in the place of one word, whose first window needs no mask
 //   FN_WINDOW_MAD   at 3 bits, how many windows are cut by a multiplication and a shift (0 .. 5)
 //   FN_JOIN_MAD     of the four words of a fragment, how many are joined by a multiplication
@@ -387,8 +387,8 @@ template <u32 W2, u32 CODEBOOK> struct FnTrellis {
     struct Step { u32 w[FN_WARP_TILES][FnRing<W2>::kLoads]; };
 
     FnRing<W2> ring;
-    const u8 *low, *other;  // this lane's words of the next k step
-    u32 row_bytes;          // one k step further
+    const u8 *low, *other;  // this lane's words of the k step before the next
+    u32 row_bytes, stride;  // one k step further; how far the next load goes
 
     FN_DEVICE FnTrellis(u64 w, u32, u32 n, u32 pair, u32 tile0, u32 step0) : ring(threadIdx.x & 31u) {
         row_bytes = n / 16u * FnRing<W2>::kTileBytes;
@@ -396,19 +396,25 @@ template <u32 W2, u32 CODEBOOK> struct FnTrellis {
         other = low + ring.high;
         if (FnRing<W2>::kLoads == 3 && !FnRing<W2>::kTwoOffsets) other = low;  // three offsets
         else low += ring.low;
+        stride = row_bytes;
+        low -= row_bytes, other -= row_bytes;
     }
-    // The k steps behind the first kDepth.  Before the first load.
+    // The k steps behind the first kDepth, into L2.  Of what no load has moved yet.
     FN_DEVICE void prefetch(u32 n_steps) const {
-        u32 bytes = FN_WARP_TILES * FnRing<W2>::kTileBytes;
+        if (!(FN_PREFETCH & 1)) return;
+        constexpr u32 bytes = FN_WARP_TILES * FnRing<W2>::kTileBytes;
         const u8* at = (FnRing<W2>::kLoads == 3 && !FnRing<W2>::kTwoOffsets ? low : low - ring.low);
+#pragma unroll 1
         for (u32 i = kDepth + (threadIdx.x & 31u); i < n_steps; i += 32u) {
-            const u8* row = at + (u64)i * row_bytes;
-            fn_prefetch_l2(row);
+            const u8* row = at + (u64)(i + 1u) * row_bytes;
+#pragma unroll
+            for (u32 b = 0; b < bytes; b += 128u) fn_prefetch_l2(row + b);
             fn_prefetch_l2(row + bytes - 4u);
-            if (FN_WARP_TILES * FnRing<W2>::kTileBytes > 128u) fn_prefetch_l2(row + 128u);
         }
     }
-    FN_DEVICE void load(Step& s) {  // the next k step
+    FN_DEVICE void load(u32, Step& s) {  // the next k step
+        low += stride;
+        if (!kShare && (FnRing<W2>::kLoads == 2 || FnRing<W2>::kTwoOffsets)) other += stride;
 #pragma unroll
         for (u32 t = 0; t < FN_WARP_TILES; t++) {
             const u32 tile = t * FnRing<W2>::kTileBytes;
@@ -419,13 +425,8 @@ template <u32 W2, u32 CODEBOOK> struct FnTrellis {
                 ring.load_at(low, other, tile, s.w[t]);
             }
         }
-        low += row_bytes;
-        if (!kShare && (FnRing<W2>::kLoads == 2 || FnRing<W2>::kTwoOffsets)) other += row_bytes;
     }
-    FN_DEVICE void back(u32 n) {
-        low -= (u64)row_bytes * n;
-        if (!kShare && (FnRing<W2>::kLoads == 2 || FnRing<W2>::kTwoOffsets)) other -= (u64)row_bytes * n;
-    }
+    FN_DEVICE void advance(u32 n) { stride = n ? row_bytes : 0u; }
     FN_DEVICE void operand(const Step& s, int i, u32 (&a)[4]) const {
         u32 state[8], w[FnRing<W2>::kLoads];
 #pragma unroll
@@ -458,17 +459,25 @@ template <bool BF16> struct FnPlain {
     }
     FN_DEVICE void prefetch(u32 n_steps) const {  // as FnTrellis
         u32 lane = threadIdx.x & 31u;
+        if (!(FN_PREFETCH & 2) || n_steps <= kDepth) return;
 #pragma unroll
-        for (u32 t = 0; t < FN_WARP_TILES; t++)
+        for (u32 t = 0; t < FN_WARP_TILES; t++) {
+#ifdef FN_HOPPER
+            if (lane == 0)
+                asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at[t] + 32u * kDepth),
+                             "r"(512u * (n_steps - kDepth)));
+#else
             for (u32 i = 4u * kDepth + lane; i < 4u * n_steps; i += 32u) fn_prefetch_l2(at[t] - lane + 8u * i);
+#endif
+        }
     }
-    FN_DEVICE void load(Step& s) {
+    FN_DEVICE void load(u32 i, Step& s) const {  // the i-th k step from here
 #pragma unroll
-        for (u32 t = 0; t < FN_WARP_TILES; t++) s.w[t] = fn_ldg(at[t]), at[t] += 32u;
+        for (u32 t = 0; t < FN_WARP_TILES; t++) s.w[t] = fn_ldg(at[t] + 32u * i);
     }
-    FN_DEVICE void back(u32 n) {
+    FN_DEVICE void advance(u32 n) {
 #pragma unroll
-        for (u32 t = 0; t < FN_WARP_TILES; t++) at[t] -= 32u * n;
+        for (u32 t = 0; t < FN_WARP_TILES; t++) at[t] += 32u * n;
     }
     FN_DEVICE void operand(const Step& s, int i, u32 (&a)[4]) const {
         a[0] = s.w[i].x, a[1] = s.w[i].y, a[2] = s.w[i].z, a[3] = s.w[i].w;
@@ -480,13 +489,13 @@ template <bool BF16> struct FnPlain {
 template <u32 ROW_TILES> struct FnRows {
     const u16* at[ROW_TILES];  // the lane's row at the next k step, plus 4 t halves
 
-    FN_DEVICE void load(uint2 (&b)[ROW_TILES]) {  // the next k step
+    FN_DEVICE void load(u32 i, uint2 (&b)[ROW_TILES]) const {  // the i-th k step from here
 #pragma unroll
-        for (u32 r = 0; r < ROW_TILES; r++) b[r] = fn_ldg(reinterpret_cast<const uint2*>(at[r])), at[r] += 16u;
+        for (u32 r = 0; r < ROW_TILES; r++) b[r] = fn_ldg(reinterpret_cast<const uint2*>(at[r] + 16u * i));
     }
-    FN_DEVICE void back(u32 n) {
+    FN_DEVICE void advance(u32 n) {
 #pragma unroll
-        for (u32 r = 0; r < ROW_TILES; r++) at[r] -= 16u * n;
+        for (u32 r = 0; r < ROW_TILES; r++) at[r] += 16u * n;
     }
 };
 
@@ -523,35 +532,39 @@ FN_DEVICE void fn_dot_run(Weights weights, FnRows<ROW_TILES> rows, u32 n_steps,
     typename Weights::Step words[depth];
     uint2 x[depth][ROW_TILES];
     u32 n_groups = n_steps / depth, n_rest = n_steps - n_groups * depth;
-    if (FN_PREFETCH) weights.prefetch(n_steps);
     if (n_groups) {
+        const Weights start = weights;
 #pragma unroll
-        for (u32 i = 0; i < depth; i++) weights.load(words[i]);
+        for (u32 i = 0; i < depth; i++) weights.load(i, words[i]);
 #pragma unroll
-        for (u32 i = 0; i < depth; i++) rows.load(x[i]);
+        for (u32 i = 0; i < depth; i++) rows.load(i, x[i]);
+        if (FN_PREFETCH) start.prefetch(n_steps);
 #pragma unroll 1
         while (FN_ROLLED ? n_groups-- : --n_groups) {
-            if (FN_ROLLED) {
-                weights.back(n_groups ? 0u : depth);
-                rows.back(n_groups ? 0u : depth);
-            }
+            u32 ahead = FN_ROLLED && !n_groups ? 0u : depth;
+            weights.advance(ahead);
+            rows.advance(ahead);
 #pragma unroll
             for (u32 i = 0; i < depth; i++) {
                 fn_dot_step(weights, words[i], x[i], d);
-                weights.load(words[i]);
-                rows.load(x[i]);
+                weights.load(i, words[i]);
+                rows.load(i, x[i]);
             }
         }
         if (!FN_ROLLED) {
 #pragma unroll
             for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);
         }
+        weights.advance(depth);
+        rows.advance(depth);
     }
 #pragma unroll 1
     while (n_rest--) {
-        weights.load(words[0]);
-        rows.load(x[0]);
+        weights.load(0, words[0]);
+        rows.load(0, x[0]);
         fn_dot_step(weights, words[0], x[0], d);
+        weights.advance(1);
+        rows.advance(1);
     }
 }
 

@@ -160,15 +160,6 @@ FN_DEVICE T fn_ldg(const T* p) {
 }
 #endif
 
-// The value is there from here on: a load that makes it does not wait for a branch that follows.
-template <class T>
-FN_DEVICE void fn_here(T v) {
-#ifndef FN_SIM
-    if constexpr (sizeof(T) == 8) asm volatile("" ::"l"(v));
-    else asm volatile("" ::"r"(v));
-#endif
-}
-
 // Asks for the line of p from memory into L2.
 FN_DEVICE void fn_prefetch_l2(const void* p) {
 #ifndef FN_SIM

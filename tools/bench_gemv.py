@@ -82,22 +82,28 @@ class Form:
                        blocks_per_sm=self.blocks, defines=kept + tuple((k, str(v)) for k, v in macros.items()))
 
 
-_FETCH: Final = {"FN_PREFETCH": 1}
-_TOP: Final = _FETCH | {"FN_TOP_WINDOW": 1}
-_MIX: Final = _TOP | {"FN_WINDOW_MAD": 2, "FN_JOIN_MAD": 2}
+_TOP: Final = {"FN_PREFETCH": 2, "FN_TOP_WINDOW": 1}
+_SHARE: Final = _TOP | {"FN_SHARE": 1}
+_MIX: Final = _SHARE | {"FN_WINDOW_MAD": 2, "FN_JOIN_MAD": 2}
+_ROLL: Final = _MIX | {"FN_ROLLED": 1}
 FORMS: Final[Mapping[str, Form]] = {
     "old": Form(old=True),
-    "start": Form(),                                          # descriptors at once, sizes by shift
-    "pairmix": Form(2, 4, 7, _MIX),                           # + words into L2, pipes balanced
-    "tile4": Form(1, 4, 5),                                   # a tile a warp, the old grid, 40 warps
-    "tile": Form(1, 1, 20),                                   # blocks of one pair, 40 warps
-    "tilefetch": Form(1, 1, 20, _FETCH),
+    "start": Form(),                                  # descriptors at once, sizes by shift
+    "pairmix": Form(2, 4, 7, _MIX),                   # + fewer instructions, pipes balanced, plain words into L2
+    "pair1mix": Form(2, 1, 28, _MIX),                 # blocks of one warp with two tiles
+    "tile4": Form(1, 4, 5),                           # a tile a warp, the old grid, 40 warps
+    "tile": Form(1, 1, 20),                           # blocks of one pair, 40 warps
     "tiletop": Form(1, 1, 20, _TOP),
-    "tilejoin": Form(1, 1, 20, _TOP | {"FN_JOIN_MAD": 2}),
+    "tileshare": Form(1, 1, 20, _SHARE),
     "tilemix": Form(1, 1, 20, _MIX),
-    "tilemad": Form(1, 1, 20, _TOP | {"FN_WINDOW_MAD": 3, "FN_JOIN_MAD": 4}),
-    "tiledeep": Form(1, 1, 16, _MIX | {"FN_AHEAD": 8, "FN_AHEAD_PLAIN": 8}),
-    "tilelow": Form(1, 1, 24, _MIX | {"FN_AHEAD": 2}),        # 48 warps
+    "tile4mix": Form(1, 4, 5, _MIX),
+    "tilemad": Form(1, 1, 20, _SHARE | {"FN_WINDOW_MAD": 3, "FN_JOIN_MAD": 4}),
+    "tileroll": Form(1, 1, 20, _ROLL),
+    "tileroll4": Form(1, 4, 5, _ROLL),
+    "tilefetch": Form(1, 1, 20, _ROLL | {"FN_PREFETCH": 3}),
+    "tilenofetch": Form(1, 1, 20, _ROLL | {"FN_PREFETCH": 0}),
+    "tiledeep": Form(1, 1, 16, _MIX | {"FN_AHEAD": 8, "FN_AHEAD_PLAIN": 10, "FN_PREFETCH": 0}),
+    "tilelow": Form(1, 1, 24, _ROLL | {"FN_AHEAD": 2}),  # 48 warps
 }
 
 # One decoded token of the real widths: bits as the 3.05 bpw pack has them.

@@ -21,13 +21,17 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
 #pragma unroll
     for (u32 i = 1; i < 8; i++)
         if (first[i] <= warp) j = i;
+#pragma unroll 1
     for (u32 i = 8; i < n_linears; i++)
         if (linears[i].first_warp <= warp) j = i;
     const FnLinear linear = linears[j];
-    fn_here(linear.w.data), fn_here(linear.w.format), fn_here(linear.x), fn_here(linear.k), fn_here(linear.n);
     u32 n = linear.n, n_pairs = (n + 31u) / 32u;
     warp -= linear.first_warp;
-    if (n_rows == 0 || warp >= linear.n_warps) return;  // whole warps
+    // Whole warps.  All fields in one condition: they are asked for at once, not behind each other's branches.
+    bool there = (n_rows != 0) & (rows_cap != 0) & (warp < linear.n_warps) & (linear.w.data != 0) & (linear.x != 0);
+    there &= (linear.part != 0) & (linear.k != 0) & (linear.leaves != 0) & (linear.segments != 0);
+    there &= (linear.w.format != 0xffffffffu) & (linear.x_stride != 0xffffffffu);
+    if (!there) return;
     u32 unit = warp / n_pairs, pair = warp - unit * n_pairs, k0, k1;
     if (32u * pair + 16u * place.tile0 >= n) return;
     fn_unit_range(linear.k, linear.leaves * linear.segments, unit, k0, k1);

@@ -10,7 +10,7 @@ FN_DEVICE void fn_slot_dot(u64 data, u32 format, u32 k, u32 n, const u16* x, flo
     FnPlace place;
     u32 lane = threadIdx.x & 31u;
     u32 n_pairs = n / 32u, units = fn_dot_segments(k, n, 1), unit = place.pair / n_pairs;
-    if (unit >= units) return;
+    if ((unit >= units) | (data == 0) | (format == 0xffffffffu)) return;  // one branch: loads at once
     u32 pair = place.pair - unit * n_pairs, k0, k1;
     fn_unit_range(k, units, unit, k0, k1);
     FnRows<1> rows;

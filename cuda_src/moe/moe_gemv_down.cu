@@ -16,11 +16,9 @@ FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, con
     u32 row = blockIdx.z, n_rows = round->n_rows, rows_cap = round->rows_cap;
     u64 dot = (u64)row * n_slots + blockIdx.y;
     u32 expert = routes[dot].expert;
-    fn_here(expert), fn_here(rows_cap);
-    if (row >= n_rows) return;
+    if ((row >= n_rows) | (rows_cap == 0) | (expert == 0xffffffffu)) return;  // one branch: loads at once
     const FnLine& line = lines[expert];
     u64 data = line.down.data, unit_stride = (u64)rows_cap * n_slots * hidden;
     u32 format = line.down.format, width = line.width;
-    fn_here(data), fn_here(format), fn_here(width);
     fn_slot_dot(data, format, width, hidden, x + dot * width_cap, part + dot * hidden, unit_stride);
 }
