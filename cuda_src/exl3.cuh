@@ -194,6 +194,50 @@ FN_DEVICE void fn_bf16_split(u32 h2, u32& hi, u32& lo) {
     lo = fn_pack_h2(l[0], l[1]);
 }
 
+// ---- how linear_gemv and moe_gemv_* cut their work --------------------------------------------------------
+
+// No choice changes a byte.  These are the ones that ship (WARP_TILES and BLOCK_PAIRS of kernels/exl3.py go with
+// them); tools/bench_gemv.py times others beside these.
+//   FN_WARP_TILES   tiles of a warp, 1 or 2;  FN_BLOCK_PAIRS  pairs of tiles of a block
+//   FN_AHEAD        k steps of a trellis that are asked for ahead;  FN_AHEAD_PLAIN  of f16 weights
+//   FN_ROLLED       1: the last group of k steps is no copy of the loop, which then asks for its words twice
+//   FN_PREFETCH     all words of a unit are asked for at its start, into L2: 1 EXL3, 2 plain, 3 both
+//   FN_SHARE        1: at 3 and 5 bits the last word of a lane comes from a lane before it
+//   FN_TOP_WINDOW   1: at 3 bits a second shift in the place of one word, whose first window needs no mask
+//   FN_WINDOW_MAD   of the windows in a lane's lowest word, how many are cut by a multiplication and a shift
+//   FN_JOIN_MAD     of the four words of a fragment, how many are joined by a multiplication
+// Multiplications go through another pipe than shifts, masks and byte selections: together they take turns.
+#ifndef FN_WARP_TILES
+#define FN_WARP_TILES 1
+#endif
+#ifndef FN_BLOCK_PAIRS
+#define FN_BLOCK_PAIRS 1
+#endif
+#ifndef FN_AHEAD
+#define FN_AHEAD 4
+#endif
+#ifndef FN_AHEAD_PLAIN
+#define FN_AHEAD_PLAIN 4
+#endif
+#ifndef FN_ROLLED
+#define FN_ROLLED 1
+#endif
+#ifndef FN_PREFETCH
+#define FN_PREFETCH 2
+#endif
+#ifndef FN_SHARE
+#define FN_SHARE 1
+#endif
+#ifndef FN_TOP_WINDOW
+#define FN_TOP_WINDOW 1
+#endif
+#ifndef FN_WINDOW_MAD
+#define FN_WINDOW_MAD 2
+#endif
+#ifndef FN_JOIN_MAD
+#define FN_JOIN_MAD 2
+#endif
+
 // ---- codebooks: two 16-bit states -> two f16 weights in a word --------------------------------------------
 
 FN_DEVICE u32 fn_codebook_halves(u32 x0, u32 x1) {
@@ -212,21 +256,6 @@ template <u32 CODEBOOK> FN_DEVICE u32 fn_codebook2(u32 low, u32 high, bool by_ma
     return fn_codebook_halves(low * 89226354u + 64248484u, high * 89226354u + 64248484u);  // 3inst
 }
 
-#ifndef FN_TOP_WINDOW
-#define FN_TOP_WINDOW 0
-#endif
-#ifndef FN_WINDOW_MAD
-#define FN_WINDOW_MAD 0
-#endif
-#ifndef FN_ROLLED
-#define FN_ROLLED 0
-#endif
-#ifndef FN_SHARE
-#define FN_SHARE 0
-#endif
-#ifndef FN_PREFETCH
-#define FN_PREFETCH 0
-#endif
 
 // a * b by the multiplier, where b is a power of two that a compiler would make a shift of.
 FN_DEVICE u32 fn_mul_opaque(u32 a, u32 b) {
@@ -291,16 +320,16 @@ template <u32 W2> struct FnRing {
         if (kLoads == 3) w[1] = fn_ld(reinterpret_cast<const u32*>(kTwoOffsets ? tile + low - 4 : tile + middle));
         w[kLoads - 1] = fn_ld(reinterpret_cast<const u32*>(tile + high));
     }
-    template <u32 OFFSET> static FN_DEVICE u32 window(const u32 (&v)[3]) {
+    template <u32 OFFSET, bool LEAN> static FN_DEVICE u32 window(const u32 (&v)[3]) {
         constexpr u32 q = OFFSET / 32, r = OFFSET % 32;
         if (r == 0) return v[q] & 0xffffu;
         if (r == 8) return fn_prmt(v[q], 0, 0x4421u);
         if (r == 16) return v[q] >> 16;
-        if (r < 16) return low_window<r < 16 ? r : 0>(v[q]);
+        if (r < 16) return low_window<r < 16 ? r : 0, LEAN>(v[q]);
         return fn_funnel_r(v[q], v[q + 1 < 3 ? q + 1 : 2], r) & 0xffffu;
     }
-    template <u32 R> static FN_DEVICE u32 low_window(u32 v) {  // R below 16
-        return R * 2u <= W2 * FN_WINDOW_MAD ? fn_mul_opaque(v, 1u << (16u - R)) >> 16 : v >> R & 0xffffu;
+    template <u32 R, bool LEAN> static FN_DEVICE u32 low_window(u32 v) {  // R below 16
+        return LEAN && R * 2u <= W2 * FN_WINDOW_MAD ? fn_mul_opaque(v, 1u << (16u - R)) >> 16 : v >> R & 0xffffu;
     }
     // Windows J and LATER, 8 or 16 bits behind it (nearer to the end), from one word: a shift less.
     template <u32 J, u32 LATER> static FN_DEVICE void pair(const u32 (&v)[3], u32 (&state)[8]) {
@@ -311,17 +340,18 @@ template <u32 W2> struct FnRing {
         state[LATER] = both & 0xffffu;
         state[J] = apart == 16 ? both >> 16 : fn_prmt(both, 0, 0x4421u);
     }
-    FN_DEVICE void states(const u32 (&w)[kLoads], u32 (&state)[8]) const {
+    // LEAN: as FN_TOP_WINDOW and FN_WINDOW_MAD say.
+    template <bool LEAN = false> FN_DEVICE void states(const u32 (&w)[kLoads], u32 (&state)[8]) const {
         u32 v[3] = {0, 0, 0};
 #pragma unroll
         for (u32 i = 0; i < kVector; i++)
             v[i] = kAligned ? w[i] : i + 1 < kLoads ? fn_funnel_r(w[i], w[i + 1], shift) : w[i] >> shift;
-        if constexpr (W2 == 6 && FN_TOP_WINDOW) {  // shift is at most 24: bits 5 .. 36 begin in the first word
+        if constexpr (LEAN && W2 == 6 && FN_TOP_WINDOW) {  // shift is at most 24: bits 5 .. 36 begin in the first word
             u32 top = fn_funnel_r(w[0], w[1], shift + 5u);
             state[0] = top >> 16, state[1] = top >> 13 & 0xffffu;
-            state[2] = low_window<15>(v[0]), state[3] = low_window<12>(v[0]);
-            state[4] = low_window<9>(v[0]), state[5] = low_window<6>(v[0]);
-            state[6] = low_window<3>(v[0]), state[7] = v[0] & 0xffffu;
+            state[2] = low_window<15, LEAN>(v[0]), state[3] = low_window<12, LEAN>(v[0]);
+            state[4] = low_window<9, LEAN>(v[0]), state[5] = low_window<6, LEAN>(v[0]);
+            state[6] = low_window<3, LEAN>(v[0]), state[7] = v[0] & 0xffffu;
         } else if constexpr (W2 == 8) {
             pair<0, 4>(v, state), pair<1, 5>(v, state), pair<2, 6>(v, state), pair<3, 7>(v, state);
         } else if constexpr (W2 == 16) {
@@ -330,43 +360,17 @@ template <u32 W2> struct FnRing {
             pair<0, 4>(v, state), pair<1, 5>(v, state), pair<2, 6>(v, state), pair<3, 7>(v, state);
         } else if constexpr (W2 == 5) {
             pair<0, 3>(v, state), pair<2, 5>(v, state), pair<4, 7>(v, state);
-            state[1] = window<fn_ring_behind(W2, 1)>(v), state[6] = window<fn_ring_behind(W2, 6)>(v);
+            state[1] = window<fn_ring_behind(W2, 1), LEAN>(v), state[6] = window<fn_ring_behind(W2, 6), LEAN>(v);
         } else {
-            state[0] = window<fn_ring_behind(W2, 0)>(v), state[1] = window<fn_ring_behind(W2, 1)>(v);
-            state[2] = window<fn_ring_behind(W2, 2)>(v), state[3] = window<fn_ring_behind(W2, 3)>(v);
-            state[4] = window<fn_ring_behind(W2, 4)>(v), state[5] = window<fn_ring_behind(W2, 5)>(v);
-            state[6] = window<fn_ring_behind(W2, 6)>(v), state[7] = window<fn_ring_behind(W2, 7)>(v);
+            state[0] = window<fn_ring_behind(W2, 0), LEAN>(v), state[1] = window<fn_ring_behind(W2, 1), LEAN>(v);
+            state[2] = window<fn_ring_behind(W2, 2), LEAN>(v), state[3] = window<fn_ring_behind(W2, 3), LEAN>(v);
+            state[4] = window<fn_ring_behind(W2, 4), LEAN>(v), state[5] = window<fn_ring_behind(W2, 5), LEAN>(v);
+            state[6] = window<fn_ring_behind(W2, 6), LEAN>(v), state[7] = window<fn_ring_behind(W2, 7), LEAN>(v);
         }
     }
 };
 
 // ---- weights of a warp: FN_WARP_TILES neighbouring tiles of 16 outputs, one k step of 16 at a time ---------
-
-// How linear_gemv and moe_gemv_* cut their work; no choice changes a byte.  The declarations set them, and
-// tools/bench_gemv.py compares them.
-//   FN_WARP_TILES   tiles of a warp, 1 or 2;  FN_BLOCK_PAIRS  pairs of tiles of a block
-//   FN_AHEAD        k steps of a trellis that are asked for ahead;  FN_AHEAD_PLAIN  of f16 weights
-//   FN_ROLLED       1: the last group of k steps is no copy of the loop, which then asks for its words twice
-//   FN_SHARE        1: at 3 and 5 bits the last word of a lane comes from a lane before it
-//   FN_PREFETCH     all words of a unit are asked for from memory at its start, into L2: 1 EXL3, 2 plain, 3 both
-//   FN_TOP_WINDOW   1: at 3 bits a second shift in the place of one word, whose first window needs no mask
-//   FN_WINDOW_MAD   at 3 bits, how many windows are cut by a multiplication and a shift (0 .. 5)
-//   FN_JOIN_MAD     of the four words of a fragment, how many are joined by a multiplication
-#ifndef FN_WARP_TILES
-#define FN_WARP_TILES 2
-#endif
-#ifndef FN_BLOCK_PAIRS
-#define FN_BLOCK_PAIRS 4
-#endif
-#ifndef FN_AHEAD
-#define FN_AHEAD 4
-#endif
-#ifndef FN_AHEAD_PLAIN
-#define FN_AHEAD_PLAIN 4
-#endif
-#ifndef FN_JOIN_MAD
-#define FN_JOIN_MAD 0
-#endif
 
 // Where a warp stands: pairs of tiles count over the launch, tile0 is its first tile in the pair.
 struct FnPlace {
@@ -436,7 +440,7 @@ template <u32 W2, u32 CODEBOOK> struct FnTrellis {
             if (W2 == 6) w[1] = fn_shfl(w[0], lane - 1u - last & 31u);
             else w[2] = fn_shfl(last ? w[0] : w[1], lane - 1u & 31u);
         }
-        ring.states(w, state);
+        ring.template states<true>(w, state);
         a[0] = fn_codebook2<CODEBOOK>(state[0], state[1], FN_JOIN_MAD > 0);
         a[1] = fn_codebook2<CODEBOOK>(state[4], state[5], FN_JOIN_MAD > 2);
         a[2] = fn_codebook2<CODEBOOK>(state[2], state[3], FN_JOIN_MAD > 1);

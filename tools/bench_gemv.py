@@ -59,6 +59,11 @@ KERNELS: Final = ("linear_gemv_n8", "moe_gemv_gu", "moe_gemv_down")
 NARROW: Final = "        FN_TRELLIS(6, 2)\n        FN_TRELLIS(10, 2)\n"
 
 
+# exl3.cuh's choices where a form says nothing.
+_NONE: Final = {"FN_AHEAD": 4, "FN_AHEAD_PLAIN": 4} | dict.fromkeys(
+    ("FN_ROLLED", "FN_PREFETCH", "FN_SHARE", "FN_TOP_WINDOW", "FN_WINDOW_MAD", "FN_JOIN_MAD"), 0)
+
+
 @dataclass(frozen=True)
 class Form:
     """tiles: of 16 outputs a warp; pairs: of tiles a block; blocks: of an SM that registers must leave room
@@ -74,12 +79,11 @@ class Form:
         """The declaration of `kernel` in this form, under a name of its own."""
         spec = next(spec for spec in catalog.specs() if spec.name == kernel)
         if self.old:
-            return replace(spec, name=f"{kernel}__{name}", block=128, blocks_per_sm=7,
-                           defines=tuple(d for d in spec.defines if d[0] == "FN_ROW_TILES"))
-        macros = {"FN_WARP_TILES": self.tiles, "FN_BLOCK_PAIRS": self.pairs, **self.defines}
-        kept = tuple(d for d in spec.defines if d[0] not in macros)
+            return replace(spec, name=f"{kernel}__{name}", block=128, blocks_per_sm=7)
+        macros = {**_NONE, "FN_WARP_TILES": self.tiles, "FN_BLOCK_PAIRS": self.pairs, **self.defines}
         return replace(spec, name=f"{kernel}__{name}", block=64 * self.pairs // self.tiles,
-                       blocks_per_sm=self.blocks, defines=kept + tuple((k, str(v)) for k, v in macros.items()))
+                       blocks_per_sm=self.blocks,
+                       defines=spec.defines + tuple((k, str(v)) for k, v in macros.items()))
 
 
 _TOP: Final = {"FN_PREFETCH": 2, "FN_TOP_WINDOW": 1}
@@ -103,7 +107,11 @@ FORMS: Final[Mapping[str, Form]] = {
     "tilefetch": Form(1, 1, 20, _ROLL | {"FN_PREFETCH": 3}),
     "tilenofetch": Form(1, 1, 20, _ROLL | {"FN_PREFETCH": 0}),
     "tiledeep": Form(1, 1, 16, _MIX | {"FN_AHEAD": 8, "FN_AHEAD_PLAIN": 10, "FN_PREFETCH": 0}),
-    "tilelow": Form(1, 1, 24, _ROLL | {"FN_AHEAD": 2}),  # 48 warps
+    "tile24": Form(1, 1, 24, _ROLL),                  # 48 warps
+    "tilelow": Form(1, 1, 24, _ROLL | {"FN_AHEAD": 2}),
+    # what a kernel for launches of plain weights alone would do: registers do not matter there
+    "plain10": Form(1, 1, 8, _ROLL | {"FN_AHEAD_PLAIN": 10, "FN_PREFETCH": 0}),
+    "plain20": Form(1, 1, 6, {"FN_AHEAD_PLAIN": 20}),
 }
 
 # One decoded token of the real widths: bits as the 3.05 bpw pack has them.

@@ -3,7 +3,8 @@
 //             rows_cap, n) f32, rows < n_rows and outputs < n only.  rows_cap <= 8 FN_ROW_TILES.  EXL3: k, n
 //             % 128 == 0; plain: k % 16 == 0, any n >= 1.  n_warps = ceil(n / 32) * units; first_warp counts
 //             warps of the linears before.
-// Launch      grid (ceil(total warps / 4)), block 128.  Warp: 32 outputs of one unit, all rows.
+// Launch      grid (ceil(total warps / FN_BLOCK_PAIRS)), block 64 FN_BLOCK_PAIRS / FN_WARP_TILES.  A pair of tiles
+//             (one or two warps): 32 outputs of one unit, all rows; "warps" of the table are pairs.
 // Arithmetic  orders exl3_dot_v1 and plain_dot_v1: one chain of k16 mma steps a unit, k rising, from zero;
 //             bf16: the operand as hi + lo, hi first.  Rows of an mma do not meet: row 0 stands in for those
 //             that are not there.

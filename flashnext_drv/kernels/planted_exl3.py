@@ -324,7 +324,14 @@ _SLOT_DOT: Final = (
         "if ((unit + 1u >= units) | ",
         "segments",
     ),
-    _dot("rows_mixed", "layout", _SLOT, "part[16u * t + 8u] = d[t][0][2];", "part[16u * t + 8u] = d[t][0][0];", "one_row"),
+    _dot(
+        "rows_mixed",
+        "layout",
+        _SLOT,
+        "part[16u * t + 8u] = d[t][0][2];",
+        "part[16u * t + 8u] = d[t][0][0];",
+        "one_row",
+    ),
 )
 
 MOE_GEMV_GU: Final = (
