@@ -196,8 +196,8 @@ FN_DEVICE void fn_bf16_split(u32 h2, u32& hi, u32& lo) {
 
 // ---- how linear_gemv and moe_gemv_* cut their work --------------------------------------------------------
 
-// No choice changes a byte.  These are the ones that ship (WARP_TILES and BLOCK_PAIRS of kernels/exl3.py go with
-// them); tools/bench_gemv.py times others beside these.
+// No choice changes a byte.  These are the ones that ship (WARP_TILES and BLOCK_PAIRS of kernels/exl3.py go
+// with them); tools/bench_gemv.py times others beside these.
 //   FN_WARP_TILES   tiles of a warp, 1 or 2;  FN_BLOCK_PAIRS  pairs of tiles of a block
 //   FN_AHEAD        k steps of a trellis that are asked for ahead;  FN_AHEAD_PLAIN  of f16 weights
 //   FN_ROLLED       1: the last group of k steps is no copy of the loop, which then asks for its words twice
@@ -329,7 +329,8 @@ template <u32 W2> struct FnRing {
         return fn_funnel_r(v[q], v[q + 1 < 3 ? q + 1 : 2], r) & 0xffffu;
     }
     template <u32 R, bool LEAN> static FN_DEVICE u32 low_window(u32 v) {  // R below 16
-        return LEAN && R * 2u <= W2 * FN_WINDOW_MAD ? fn_mul_opaque(v, 1u << (16u - R)) >> 16 : v >> R & 0xffffu;
+        if (LEAN && R * 2u <= W2 * FN_WINDOW_MAD) return fn_mul_opaque(v, 1u << (16u - R)) >> 16;
+        return v >> R & 0xffffu;
     }
     // Windows J and LATER, 8 or 16 bits behind it (nearer to the end), from one word: a shift less.
     template <u32 J, u32 LATER> static FN_DEVICE void pair(const u32 (&v)[3], u32 (&state)[8]) {
@@ -346,7 +347,8 @@ template <u32 W2> struct FnRing {
 #pragma unroll
         for (u32 i = 0; i < kVector; i++)
             v[i] = kAligned ? w[i] : i + 1 < kLoads ? fn_funnel_r(w[i], w[i + 1], shift) : w[i] >> shift;
-        if constexpr (LEAN && W2 == 6 && FN_TOP_WINDOW) {  // shift is at most 24: bits 5 .. 36 begin in the first word
+        if constexpr (LEAN && W2 == 6 && FN_TOP_WINDOW) {
+            // shift is at most 24: bits 5 .. 36 begin in the first word
             u32 top = fn_funnel_r(w[0], w[1], shift + 5u);
             state[0] = top >> 16, state[1] = top >> 13 & 0xffffu;
             state[2] = low_window<15, LEAN>(v[0]), state[3] = low_window<12, LEAN>(v[0]);
@@ -360,12 +362,17 @@ template <u32 W2> struct FnRing {
             pair<0, 4>(v, state), pair<1, 5>(v, state), pair<2, 6>(v, state), pair<3, 7>(v, state);
         } else if constexpr (W2 == 5) {
             pair<0, 3>(v, state), pair<2, 5>(v, state), pair<4, 7>(v, state);
-            state[1] = window<fn_ring_behind(W2, 1), LEAN>(v), state[6] = window<fn_ring_behind(W2, 6), LEAN>(v);
+            state[1] = window<fn_ring_behind(W2, 1), LEAN>(v);
+            state[6] = window<fn_ring_behind(W2, 6), LEAN>(v);
         } else {
-            state[0] = window<fn_ring_behind(W2, 0), LEAN>(v), state[1] = window<fn_ring_behind(W2, 1), LEAN>(v);
-            state[2] = window<fn_ring_behind(W2, 2), LEAN>(v), state[3] = window<fn_ring_behind(W2, 3), LEAN>(v);
-            state[4] = window<fn_ring_behind(W2, 4), LEAN>(v), state[5] = window<fn_ring_behind(W2, 5), LEAN>(v);
-            state[6] = window<fn_ring_behind(W2, 6), LEAN>(v), state[7] = window<fn_ring_behind(W2, 7), LEAN>(v);
+            state[0] = window<fn_ring_behind(W2, 0), LEAN>(v);
+            state[1] = window<fn_ring_behind(W2, 1), LEAN>(v);
+            state[2] = window<fn_ring_behind(W2, 2), LEAN>(v);
+            state[3] = window<fn_ring_behind(W2, 3), LEAN>(v);
+            state[4] = window<fn_ring_behind(W2, 4), LEAN>(v);
+            state[5] = window<fn_ring_behind(W2, 5), LEAN>(v);
+            state[6] = window<fn_ring_behind(W2, 6), LEAN>(v);
+            state[7] = window<fn_ring_behind(W2, 7), LEAN>(v);
         }
     }
 };

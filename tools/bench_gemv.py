@@ -470,7 +470,8 @@ def main() -> int:
                         }
                         print(
                             f"  {name:10} {us:8.2f} us (best {min(times):8.2f})  "
-                            f"{shape.weights / us * 1e-6:6.2f} Tw/s  {shape.bytes_moved / us * 1e-3:7.0f} GB/s  {floor / us:6.1%} of floor"
+                            f"{shape.weights / us * 1e-6:6.2f} Tw/s  "
+                            f"{shape.bytes_moved / us * 1e-3:7.0f} GB/s  {floor / us:6.1%} of floor"
                             f"{'' if same else '  BYTES DIFFER'}",
                             flush=True,
                         )

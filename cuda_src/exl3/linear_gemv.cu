@@ -29,8 +29,8 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
     u32 n = linear.n, n_pairs = (n + 31u) / 32u;
     warp -= linear.first_warp;
     // Whole warps.  All fields in one condition: they are asked for at once, not behind each other's branches.
-    bool there = (n_rows != 0) & (rows_cap != 0) & (warp < linear.n_warps) & (linear.w.data != 0) & (linear.x != 0);
-    there &= (linear.part != 0) & (linear.k != 0) & (linear.leaves != 0) & (linear.segments != 0);
+    bool there = (n_rows != 0) & (rows_cap != 0) & (warp < linear.n_warps) & (linear.w.data != 0);
+    there &= (linear.x != 0) & (linear.part != 0) & (linear.k != 0) & (linear.leaves != 0) & (linear.segments != 0);
     there &= (linear.w.format != 0xffffffffu) & (linear.x_stride != 0xffffffffu);
     if (!there) return;
     u32 unit = warp / n_pairs, pair = warp - unit * n_pairs, k0, k1;
@@ -45,7 +45,8 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
         rows.at[r] = reinterpret_cast<const u16*>(linear.x);
         if (row < n_rows) rows.at[r] += (u64)row * linear.x_stride;
     }
-    fn_weight_dot<FN_ROW_TILES, true>(linear.w.data, linear.w.format, linear.k, n, pair, place.tile0, k0, k1, rows, d);
+    fn_weight_dot<FN_ROW_TILES, true>(linear.w.data, linear.w.format, linear.k, n, pair, place.tile0, k0, k1,
+                                      rows, d);
 
     float* part = reinterpret_cast<float*>(linear.part) + (u64)unit * rows_cap * n;
 #pragma unroll
