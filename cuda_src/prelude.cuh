@@ -160,6 +160,14 @@ FN_DEVICE T fn_ldg(const T* p) {
 }
 #endif
 
+// Asks for the line of p from memory into L2.
+FN_DEVICE void fn_prefetch_l2(const void* p) {
+#ifndef FN_SIM
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+    (void)p;
+}
+
 FN_DEVICE float fn_nan() { return fn_u2f(0x7fffffffu); }
 FN_DEVICE float fn_b2f(u16 b) { return fn_u2f((u32)b << 16); }
 FN_DEVICE float fn_u32_to_f32(u32 x) { return (float)x; }

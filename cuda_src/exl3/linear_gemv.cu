@@ -3,7 +3,8 @@
 //             rows_cap, n) f32, rows < n_rows and outputs < n only.  rows_cap <= 8 FN_ROW_TILES.  EXL3: k, n
 //             % 128 == 0; plain: k % 16 == 0, any n >= 1.  n_warps = ceil(n / 32) * units; first_warp counts
 //             warps of the linears before.
-// Launch      grid (ceil(total warps / 4)), block 128.  Warp: 32 outputs of one unit, all rows.
+// Launch      grid (ceil(total warps / FN_BLOCK_PAIRS)), block 64 FN_BLOCK_PAIRS / FN_WARP_TILES.  A pair of tiles
+//             (one or two warps): 32 outputs of one unit, all rows; "warps" of the table are pairs.
 // Arithmetic  orders exl3_dot_v1 and plain_dot_v1: one chain of k16 mma steps a unit, k rising, from zero;
 //             bf16: the operand as hi + lo, hi first.  Rows of an mma do not meet: row 0 stands in for those
 //             that are not there.
@@ -12,33 +13,48 @@
 #include "exl3.cuh"
 
 FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
-    u32 warp = blockIdx.x * (FN_THREADS / 32u) + (threadIdx.x >> 5), lane = threadIdx.x & 31u, j = 0;
-    for (u32 i = 1; i < n_linears; i++)
+    static_assert(FN_THREADS == FN_BLOCK_PAIRS * 64 / FN_WARP_TILES, "warps of a block");
+    FnPlace place;
+    u32 warp = place.pair, lane = threadIdx.x & 31u, j = 0, first[8];
+    u32 n_rows = round->n_rows, rows_cap = round->rows_cap;
+#pragma unroll
+    for (u32 i = 1; i < 8; i++) first[i] = i < n_linears ? linears[i].first_warp : 0xffffffffu;  // all at once
+#pragma unroll
+    for (u32 i = 1; i < 8; i++)
+        if (first[i] <= warp) j = i;
+#pragma unroll 1
+    for (u32 i = 8; i < n_linears; i++)
         if (linears[i].first_warp <= warp) j = i;
-    const FnLinear& linear = linears[j];
-    u32 n_rows = round->n_rows, rows_cap = round->rows_cap, n = linear.n, n_pairs = (n + 31u) / 32u;
+    const FnLinear linear = linears[j];
+    u32 n = linear.n, n_pairs = (n + 31u) / 32u;
     warp -= linear.first_warp;
-    if (n_rows == 0 || warp >= linear.n_warps) return;  // whole warps
+    // Whole warps.  All fields in one condition: they are asked for at once, not behind each other's branches.
+    bool there = (n_rows != 0) & (rows_cap != 0) & (warp < linear.n_warps) & (linear.w.data != 0);
+    there &= (linear.x != 0) & (linear.part != 0) & (linear.k != 0) & (linear.leaves != 0) & (linear.segments != 0);
+    there &= (linear.w.format != 0xffffffffu) & (linear.x_stride != 0xffffffffu);
+    if (!there) return;
     u32 unit = warp / n_pairs, pair = warp - unit * n_pairs, k0, k1;
+    if (32u * pair + 16u * place.tile0 >= n) return;
     fn_unit_range(linear.k, linear.leaves * linear.segments, unit, k0, k1);
 
     FnRows<FN_ROW_TILES> rows;
-    float d[2][FN_ROW_TILES][4];
+    float d[FN_WARP_TILES][FN_ROW_TILES][4];
 #pragma unroll
     for (u32 r = 0; r < FN_ROW_TILES; r++) {
         u32 row = 8u * r + (lane >> 2);
         rows.at[r] = reinterpret_cast<const u16*>(linear.x);
         if (row < n_rows) rows.at[r] += (u64)row * linear.x_stride;
     }
-    fn_weight_dot<FN_ROW_TILES, true>(linear.w, linear.k, n, pair, k0, k1, rows, d);
+    fn_weight_dot<FN_ROW_TILES, true>(linear.w.data, linear.w.format, linear.k, n, pair, place.tile0, k0, k1,
+                                      rows, d);
 
     float* part = reinterpret_cast<float*>(linear.part) + (u64)unit * rows_cap * n;
 #pragma unroll
     for (u32 r = 0; r < FN_ROW_TILES; r++) {
 #pragma unroll
-        for (u32 i = 0; i < 8; i++) {
+        for (u32 i = 0; i < 4 * FN_WARP_TILES; i++) {
             u32 row = 8u * r + 2u * (lane & 3u) + (i & 1u);
-            u32 output = 32u * pair + 16u * (i >> 2) + 8u * (i >> 1 & 1u) + (lane >> 2);
+            u32 output = 32u * pair + 16u * (place.tile0 + (i >> 2)) + 8u * (i >> 1 & 1u) + (lane >> 2);
             if (row < n_rows && output < n) part[(u64)row * n + output] = d[i >> 2][r][i & 3];
         }
     }

@@ -13,10 +13,12 @@
 
 FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const u16* x, float* part,
            u32 hidden, u32 n_slots, u32 width_cap)) {
-    u32 row = blockIdx.z;
-    if (row >= round->n_rows) return;
+    u32 row = blockIdx.z, n_rows = round->n_rows, rows_cap = round->rows_cap;
     u64 dot = (u64)row * n_slots + blockIdx.y;
-    const FnLine& line = lines[routes[dot].expert];
-    u64 unit_stride = (u64)round->rows_cap * n_slots * hidden;
-    fn_slot_dot(line.down, line.width, hidden, x + dot * width_cap, part + dot * hidden, unit_stride);
+    u32 expert = routes[dot].expert;
+    if ((row >= n_rows) | (rows_cap == 0) | (expert == 0xffffffffu)) return;  // one branch: loads at once
+    const FnLine& line = lines[expert];
+    u64 data = line.down.data, unit_stride = (u64)rows_cap * n_slots * hidden;
+    u32 format = line.down.format, width = line.width;
+    fn_slot_dot(data, format, width, hidden, x + dot * width_cap, part + dot * hidden, unit_stride);
 }

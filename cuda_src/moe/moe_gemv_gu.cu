@@ -14,11 +14,13 @@
 
 FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const u16* x, float* part,
            u32 hidden, u32 n_slots, u32 width_cap)) {
-    u32 row = blockIdx.z;
-    if (row >= round->n_rows) return;
-    const FnLine& line = lines[routes[(u64)row * n_slots + (blockIdx.y >> 1)].expert];
+    u32 row = blockIdx.z, n_rows = round->n_rows, rows_cap = round->rows_cap;
+    u32 expert = routes[(u64)row * n_slots + (blockIdx.y >> 1)].expert;
+    if ((row >= n_rows) | (rows_cap == 0) | (expert == 0xffffffffu)) return;  // one branch: loads at once
+    const FnLine& line = lines[expert];
     const FnWeight& w = blockIdx.y & 1u ? line.up : line.gate;
-    u64 dot = (u64)row * 2u * n_slots + blockIdx.y;
-    u64 unit_stride = (u64)round->rows_cap * 2u * n_slots * width_cap;
-    fn_slot_dot(w, hidden, line.width, x + dot * hidden, part + dot * width_cap, unit_stride);
+    u64 data = w.data, dot = (u64)row * 2u * n_slots + blockIdx.y;
+    u32 format = w.format, width = line.width;
+    u64 unit_stride = (u64)rows_cap * 2u * n_slots * width_cap;
+    fn_slot_dot(data, format, hidden, width, x + dot * hidden, part + dot * width_cap, unit_stride);
 }

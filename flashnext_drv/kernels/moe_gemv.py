@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from . import planted_exl3 as planted
+from .exl3 import GEMV_BLOCK
 from .limits import limits_of
 from .spec import PTR, U32, Arg, Case, KernelSpec
 
@@ -95,9 +96,9 @@ MOE_GEMV_GU: Final = KernelSpec(
         Arg("part", PTR, "(units_cap, rows_cap, n_slots, 2, width_cap) f32", "w"),
         *_SIZES,
     ),
-    grid="ceil(warps_cap / 4), 2 n_slots, rows_cap; warps_cap = width_cap / 32 * units_cap",
-    block=128,
-    blocks_per_sm=7,
+    grid="ceil(warps_cap / FN_BLOCK_PAIRS), 2 n_slots, rows_cap; warps_cap = width_cap / 32 * units_cap",
+    block=GEMV_BLOCK,
+    blocks_per_sm=24,
     limits=limits_of("moe_gemv_gu"),
     reference="exl3.decode_linear",
     rows={"routes": 0, "x": 0, "part": 1},
@@ -117,9 +118,9 @@ MOE_GEMV_DOWN: Final = KernelSpec(
         Arg("part", PTR, "(units_cap, rows_cap, n_slots, hidden) f32", "w"),
         *_SIZES,
     ),
-    grid="ceil(warps_cap / 4), n_slots, rows_cap; warps_cap = hidden / 32 * units_cap",
-    block=128,
-    blocks_per_sm=7,
+    grid="ceil(warps_cap / FN_BLOCK_PAIRS), n_slots, rows_cap; warps_cap = hidden / 32 * units_cap",
+    block=GEMV_BLOCK,
+    blocks_per_sm=24,
     limits=limits_of("moe_gemv_down"),
     reference="exl3.decode_linear",
     rows={"routes": 0, "x": 0, "part": 1},

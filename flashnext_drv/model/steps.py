@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ..kernels.exl3 import gemv_blocks
 from ..kernels.tables import FORMAT_BF16, FORMAT_F16
 from .layout import Layout
 
@@ -177,7 +178,7 @@ def _gemv(layout: Layout, group: str) -> Iterator[Step]:
     members = layout.groups[group]
     yield Step(
         "linear_gemv_n*",
-        (-(-members.n_warps // 4),),
+        (gemv_blocks(members.n_warps),),
         {"linears": f"{group}.linears", "n_linears": len(members.members)},
         group,
     )
@@ -382,7 +383,7 @@ def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
     )
     yield Step(
         "moe_gemv_gu",
-        (-(-(width // 32) * gu_units // 4), 2 * slots, "rows"),
+        (gemv_blocks(width // 32 * gu_units), 2 * slots, "rows"),
         {**table, **size, "x": "moe_x", "part": "moe_part"},
         scope,
     )
@@ -394,7 +395,7 @@ def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
     )
     yield Step(
         "moe_gemv_down",
-        (-(-(c.hidden // 32) * down_units // 4), slots, "rows"),
+        (gemv_blocks(c.hidden // 32 * down_units), slots, "rows"),
         {**table, **size, "x": "moe_h", "part": "moe_part"},
         scope,
     )
