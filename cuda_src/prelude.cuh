@@ -120,6 +120,30 @@ FN_DEVICE u32 fn_hadd2(u32 a, u32 b) {
     return d;
 }
 
+// Programmatic dependent launch.  A kernel launched with the attribute may start while launches before it on
+// its stream still run.  fn_let_next, first in the kernel, allows that to the launch after it.  fn_wait_prior
+// waits for all launches before, writes included: every thread calls it once, and before it nothing is read
+// that another launch or a copy may write, and nothing is written.  Behind it such bytes are read by fn_ld,
+// not by fn_ldg: the read-only path may be moved ahead of the wait.  In a launch without the attribute, and
+// before sm_90, both do nothing.
+FN_DEVICE void fn_wait_prior() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+FN_DEVICE void fn_let_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+// Asks for bytes (a multiple of 16, as p) to be brought into the L2 cache: one thread's call for all of them.
+// Where the hardware cannot, nothing.
+FN_DEVICE void fn_prefetch_l2(const void* p, u32 n_bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(n_bytes));
+#endif
+}
+
 // T: 1, 2, 4, 8 or 16 bytes, naturally aligned.
 template <class T>
 FN_DEVICE T fn_ld(const T* p) {
@@ -149,7 +173,8 @@ struct FnWord<16> {
     typedef uint4 type;
 };
 
-// The same through the read-only path: for bytes that no thread of this launch writes.
+// The same through the read-only path: for bytes that no thread of this launch writes, and in a kernel that may
+// start early (fn_wait_prior) none of the launches before it.
 template <class T>
 FN_DEVICE T fn_ldg(const T* p) {
     typedef typename FnWord<sizeof(T)>::type Word;

@@ -9,18 +9,43 @@
 //             that are not there.
 // Equality    a row's bytes do not depend on the other rows, on rows_cap or on which of n8 and n16 runs.
 // Reference   ref/exl3.py decode_linear, ref/orders.py mma_chain.
+//
+// What is known before the launches before are done is asked for: a warp's weights come into the L2 cache.
 #include "exl3.cuh"
 
+namespace FN_NAMESPACE {
+// Weights of outputs 32 pair .. 32 pair + 31 over inputs k0 .. k1 - 1 into the L2 cache.
+FN_DEVICE void ask_for(const FnWeight& w, u32 k, u32 n, u32 pair, u32 k0, u32 k1, u32 lane) {
+    u32 step0 = k0 / 16u, n_steps = (k1 - k0) / 16u;
+    if (w.data & 15u) return;  // trellis data may be aligned to 4 bytes alone
+    if (fn_is_exl3(w)) {
+        u32 tile_bytes = 16u * (w.format >> 8 & 255u);
+        u64 at = w.data + ((u64)step0 * (n / 16u) + 2u * pair) * tile_bytes;
+        for (u32 i = lane; i < n_steps; i += 32u)
+            fn_prefetch_l2(reinterpret_cast<const void*>(at + (u64)i * (n / 16u) * tile_bytes), 2u * tile_bytes);
+    } else if (lane < 2u && 16u * (2u * pair + lane) < n) {
+        u64 at = w.data + ((u64)(2u * pair + lane) * (k / 16u) + step0) * 512u;
+        fn_prefetch_l2(reinterpret_cast<const void*>(at), 512u * n_steps);
+    }
+}
+}  // namespace FN_NAMESPACE
+
 FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
+    fn_let_next();
     u32 warp = blockIdx.x * (FN_THREADS / 32u) + (threadIdx.x >> 5), lane = threadIdx.x & 31u, j = 0;
     for (u32 i = 1; i < n_linears; i++)
         if (linears[i].first_warp <= warp) j = i;
     const FnLinear& linear = linears[j];
-    u32 n_rows = round->n_rows, rows_cap = round->rows_cap, n = linear.n, n_pairs = (n + 31u) / 32u;
+    u32 n = linear.n, n_pairs = (n + 31u) / 32u;
     warp -= linear.first_warp;
-    if (n_rows == 0 || warp >= linear.n_warps) return;  // whole warps
+    bool live = warp < linear.n_warps;  // whole warps
     u32 unit = warp / n_pairs, pair = warp - unit * n_pairs, k0, k1;
     fn_unit_range(linear.k, linear.leaves * linear.segments, unit, k0, k1);
+    if (live) FN_NAMESPACE::ask_for(linear.w, linear.k, n, pair, k0, k1, lane);
+
+    fn_wait_prior();
+    u32 n_rows = round->n_rows, rows_cap = round->rows_cap;
+    if (n_rows == 0 || !live) return;
 
     FnRows<FN_ROW_TILES> rows;
     float d[2][FN_ROW_TILES][4];

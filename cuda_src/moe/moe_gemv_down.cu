@@ -13,7 +13,9 @@
 
 FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const u16* x, float* part,
            u32 hidden, u32 n_slots, u32 width_cap)) {
+    fn_let_next();
     u32 row = blockIdx.z;
+    fn_wait_prior();
     if (row >= round->n_rows) return;
     u64 dot = (u64)row * n_slots + blockIdx.y;
     const FnLine& line = lines[routes[dot].expert];

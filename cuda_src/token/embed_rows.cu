@@ -10,7 +10,9 @@
 
 FN_KERNEL((const FnRound* round, const FnRow* rows, const u16* table, u32 format, float* streams,
            u32 hidden)) {
+    fn_let_next();
     u32 r = blockIdx.y, i = 4u * (blockIdx.x * FN_THREADS + threadIdx.x);
+    fn_wait_prior();
     if (r >= round->n_rows || i >= hidden) return;
     uint2 w = fn_ldg(reinterpret_cast<const uint2*>(table + (u64)rows[r].token * hidden + i));
     float4 v;

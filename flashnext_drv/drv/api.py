@@ -25,7 +25,7 @@ from ..errors import ContextLost, DriverError, DriverMissing, OutOfMemory, Usage
 from . import faults
 from .faults import counters, ring
 
-__all__ = ["Handle", "binding_version", "counters", "ensure", "loaded", "resolve", "ring"]
+__all__ = ["Handle", "binding_version", "counters", "ensure", "launch_config", "loaded", "resolve", "ring"]
 __all__ += ["cuCtxCreate", "cuCtxDestroy", "cuCtxDisablePeerAccess", "cuCtxEnablePeerAccess",
             "cuCtxGetCurrent", "cuCtxPopCurrent", "cuCtxPushCurrent", "cuCtxSynchronize",
             "cuDeviceCanAccessPeer", "cuDeviceGet", "cuDeviceGetAttribute", "cuDeviceGetCount",
@@ -34,7 +34,7 @@ __all__ += ["cuCtxCreate", "cuCtxDestroy", "cuCtxDisablePeerAccess", "cuCtxEnabl
             "cuEventRecord", "cuEventSynchronize", "cuFuncGetAttribute", "cuFuncSetAttribute",
             "cuGraphDestroy", "cuGraphExecDestroy", "cuGraphExecUpdate", "cuGraphGetEdges", "cuGraphGetNodes",
             "cuGraphInstantiate", "cuGraphKernelNodeGetParams", "cuGraphLaunch", "cuGraphNodeGetType",
-            "cuGraphUpload", "cuLaunchKernel", "cuMemAlloc", "cuMemFree", "cuMemFreeHost", "cuMemGetInfo",
+            "cuGraphUpload", "cuLaunchKernel", "cuLaunchKernelEx", "cuMemAlloc", "cuMemFree", "cuMemFreeHost", "cuMemGetInfo",
             "cuMemHostAlloc", "cuMemHostGetDevicePointer", "cuMemcpyAsync", "cuMemcpyDtoHAsync",
             "cuMemcpyHtoDAsync", "cuMemcpyPeerAsync", "cuMemsetD8Async", "cuModuleGetFunction",
             "cuModuleLoadData", "cuModuleUnload", "cuStreamBeginCapture", "cuStreamCreate", "cuStreamDestroy",
@@ -44,6 +44,8 @@ __all__ += ["cuCtxCreate", "cuCtxDestroy", "cuCtxDisablePeerAccess", "cuCtxEnabl
 Handle = Any
 _NOT_READY: Final = 600
 _UPDATE_FAILED: Final = 910
+_PROGRAMMATIC_SERIALIZATION: Final = 6      # a CUlaunchAttributeID
+_PROGRAMMATIC_EDGE: Final = 1               # a CUgraphDependencyType
 # Codes after which nothing on the context works: ECC, NVLink, contained, illegal address, timeout, assert,
 # launch failures, context destroyed.  Source: the comments at CUresult in cuda.h ("the process must be
 # terminated").
@@ -58,6 +60,7 @@ _PROBE: Final = ("import ctypes,sys\n"
 _driver: Any = None
 _loaded: str = ""
 _launch_kernel: Any = None
+_launch_kernel_ex: Any = None
 _n_findings = 0
 
 
@@ -69,7 +72,7 @@ def ensure(device: str = "auto") -> str:
     not there, UsageError on another choice than the one this process runs on, BuildError when the simulator
     cannot be built.
     """
-    global _driver, _loaded, _launch_kernel
+    global _driver, _loaded, _launch_kernel, _launch_kernel_ex
     if device not in ("auto", "cuda", "sim"):
         raise UsageError(f"device {device!r} is unknown", do="use auto, cuda or sim")
     if _loaded:
@@ -100,7 +103,7 @@ def ensure(device: str = "auto") -> str:
     except BaseException:
         _driver, _loaded = None, ""
         raise
-    _launch_kernel = _driver.cuLaunchKernel
+    _launch_kernel, _launch_kernel_ex = _driver.cuLaunchKernel, _driver.cuLaunchKernelEx
     return chosen
 
 
@@ -337,6 +340,32 @@ def cuLaunchKernel(*launch: Any) -> None:
         raise _error("cuLaunchKernel", int(code), {"grid": launch[1:4], "block": launch[4]})
 
 
+def launch_config(grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int) -> Handle:
+    """A CUlaunchConfig for `cuLaunchKernelEx` that lets the launch start ahead of the kernel before it on its
+    stream (programmatic stream serialization).  Its hStream is set by whoever launches."""
+    config, attribute = _driver.CUlaunchConfig(), _driver.CUlaunchAttribute()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes = shared_bytes
+    attribute.id = _enum("CUlaunchAttributeID", _PROGRAMMATIC_SERIALIZATION)
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+def cuLaunchKernelEx(config: Handle, *launch: Any) -> None:
+    """A `launch_config`, then function, address of the void**, 0.  Hot like `cuLaunchKernel`."""
+    code = faults.enter("cuLaunchKernelEx")
+    if not code:
+        try:
+            code = _launch_kernel_ex(config, *launch)[0]
+        except (RuntimeError, AttributeError, TypeError) as error:
+            raise _missing("cuLaunchKernelEx", error) from error
+    if code:
+        grid = (int(config.gridDimX), int(config.gridDimY), int(config.gridDimZ))
+        raise _error("cuLaunchKernelEx", int(code), {"grid": grid, "block": int(config.blockDimX)})
+
+
 def cuStreamBeginCapture(stream: Handle) -> None:
     """Thread-local mode: only this thread's unsafe calls break the capture."""
     _call("cuStreamBeginCapture", stream, _enum("CUstreamCaptureMode", 1))
@@ -377,13 +406,14 @@ def cuGraphGetNodes(graph: Handle) -> list[Handle]:
     return list(_call("cuGraphGetNodes", graph, int(n_nodes))[0]) if n_nodes else []
 
 
-def cuGraphGetEdges(graph: Handle) -> list[tuple[Handle, Handle]]:
-    """(from, to) node handles."""
+def cuGraphGetEdges(graph: Handle) -> list[tuple[Handle, Handle, bool]]:
+    """(from, to, programmatic): node handles, and whether `to` may start ahead of `from`'s end."""
     n_edges = int(_call("cuGraphGetEdges", graph, 0)[-1])
     if not n_edges:
         return []
     found = _call("cuGraphGetEdges", graph, n_edges)
-    return list(zip(found[0], found[1], strict=True))
+    kinds = [int(data.type) == _PROGRAMMATIC_EDGE for data in found[2]]
+    return list(zip(found[0], found[1], kinds, strict=True))
 
 
 def cuGraphNodeGetType(node: Handle) -> str:

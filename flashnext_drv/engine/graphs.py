@@ -60,6 +60,13 @@ class GraphSet(Owner):
         """The captured graph of an identity, for listings and drawings."""
         return self._graphs[identity][0]
 
+    def drop(self) -> None:
+        """Close every graph; none may be running.  Identities that are off stay off."""
+        self._graphs.clear()
+        self.device_bytes.clear()
+        undo, self._undo = self._undo, Undo()
+        undo.close()
+
     def replay(self, identity: Identity, launches: Sequence[Launch], stream: Stream) -> bool:
         """Replay the executable of `identity`; the first time capture `launches` on `stream` and make it.
 

@@ -15,6 +15,7 @@ back what was there; compute happens on one stream.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -75,6 +76,7 @@ class Rank(Owner):
         super().__init__(f"rank{ordinal}")
         self.layout = Layout(pack.config, limits)
         self.use_graphs = limits.graph
+        self._programmatic = os.environ.get("FLASHNEXT_DRV_PROGRAMMATIC", "1") != "0"
         self.observer: Callable[[Launch], None] | None = None
         self.deep: DeepPass | None = None
         self.deep_refused = ""
@@ -198,6 +200,25 @@ class Rank(Owner):
                 launch.run(self.stream)
         self.stream.synchronize()
 
+    @property
+    def programmatic(self) -> bool:
+        """Whether a round's launches may start ahead of the end of those before them (programmatic dependent
+        launch), where kernel and device can.  By default on; the environment's FLASHNEXT_DRV_PROGRAMMATIC=0
+        turns it off.  May be changed between rounds: graphs made so far are dropped.
+        """
+        return self._programmatic
+
+    @programmatic.setter
+    def programmatic(self, wanted: bool) -> None:
+        if wanted == self._programmatic:
+            return
+        self.stream.synchronize()
+        self.graphs.drop()
+        self._programmatic = wanted
+        for launches in self._launches.values():
+            for launch in launches:
+                launch.programmatic = wanted and self.kernels.may_lead(launch.name)
+
     def steps(self, path: str) -> list[Step]:
         """The walk of one round as plain data, in the order of `launches`."""
         steps = [] if path == HEAD else list(body_steps(self.layout, self._embed_bf16, self._ngram_bits))
@@ -287,7 +308,9 @@ class Rank(Owner):
         }
         if "round" in self.kernels.arguments(kernel):
             args["round"] = self._spans["round"]
-        return self.kernels.launch(kernel, (grid[0], grid[1], grid[2]), **args)
+        return self.kernels.launch(
+            kernel, (grid[0], grid[1], grid[2]), programmatic=self._programmatic, **args
+        )
 
     def _release(self) -> None:
         self._undo.close()
