@@ -88,6 +88,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--ngram-rows", type=int, default=4_000_000)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--no-programmatic", action="store_true", help="no launch starts ahead of the end of the one before"
+    )
     parser.add_argument("--out", help="write a receipt here")
     args = parser.parse_args()
     pack = SynthPack(args.model, 1, ngram_rows=args.ngram_rows)
@@ -98,6 +101,7 @@ def main() -> int:
         engine.prompt([sequence], draw=True)
         sequence.extend([1])
         run_round(engine.rank, [Window(sequence, 1, draw=True)])  # the tables of a round with one row
+        engine.rank.programmatic = not args.no_programmatic
         found = measure(engine.rank, args.rows, args.repeats)
         show(found)
         if args.out:

@@ -17,7 +17,8 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears)) {
     if (fn_is_exl3(linear.w) && n < linear.n) fn_load_early_h4(reinterpret_cast<const u16*>(linear.w.svh) + n, scale);
 
     fn_wait_prior();
-    if (row >= round->n_rows || 128u * block >= linear.n) return;
+    if (row >= round->n_rows) return;
+    if (128u * block >= linear.n) return;
     float v[4];
     fn_linear_finish_block(linear, scale, round->rows_cap, row, block, v);
     float* out = reinterpret_cast<float*>(linear.out) + (u64)row * linear.n + n;

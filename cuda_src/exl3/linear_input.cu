@@ -20,7 +20,8 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, const float* x, u32 x_
     if (exl3 && k < linear.k) fn_load_early_h4(reinterpret_cast<const u16*>(linear.w.suh) + k, scale);
 
     fn_wait_prior();
-    if (row >= round->n_rows || 128u * block >= linear.k) return;
+    if (row >= round->n_rows) return;
+    if (128u * block >= linear.k) return;
     float v[4] = {0.f, 0.f, 0.f, 0.f};
     if (k < linear.k) {
         float4 quad = fn_ld(reinterpret_cast<const float4*>(x + (u64)row * x_stride + k));

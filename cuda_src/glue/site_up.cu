@@ -90,8 +90,7 @@ FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, c
     u32 j = threadIdx.x & 3u, i_channel = threadIdx.x >> 2 & 15u, half = threadIdx.x >> 6;
     u32 c = 16u * blockIdx.x + i_channel;
     float weight = fn_ld(w + j * hidden + c), s = 0.f, scale = 0.f;
-    auto ready = [&](u32 segment) {
-        if (segment) return;
+    auto ready = [&] {
         fn_wait_prior();
         n_rows = fn_ld(&round->n_rows);
 #pragma unroll
@@ -107,10 +106,13 @@ FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, c
 
     for (u32 segment = 0; segment < segments; segment++) {
         float d[TILES][4];
+        auto first_time = [&] {
+            if (segment == 0) ready();
+        };
         if (linear->w.format == FN_FORMAT_BF16) {
-            chain<true, 4>(d, a, x, per_segment, [&] { ready(segment); });
+            chain<true, 4>(d, a, x, per_segment, first_time);
         } else {
-            chain<false, BATCH>(d, a, x, per_segment, [&] { ready(segment); });
+            chain<false, BATCH>(d, a, x, per_segment, first_time);
         }
         a += 32u * per_segment;
 #pragma unroll

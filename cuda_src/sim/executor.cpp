@@ -1,5 +1,7 @@
 // executor.cpp: runs launches.  Owns fiber stacks, block scheduling, barriers, collectives, and the handlers
 // that turn a fault inside a kernel into a launch failure.  Called by stream.cpp only.
+//
+// Over 500 lines: all of it shares the running fiber's state, which must stay in one file's thread locals.
 #include "async.h"
 #include "runtime.h"
 

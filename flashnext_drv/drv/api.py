@@ -7,12 +7,15 @@ and nowhere is a cast needed above this file.  The binding fails in two ways, a 
 (no library, no entry point); both end here.  Called by the other modules of drv/ and, for what they do not
 wrap, by whoever knows what it does.
 
+Over 500 lines: each driver call is a function of its own, and they share one way to fail.
+
 What must stay true: no call names the default stream; a context must be current (drv/context.py sees to
 that).
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import subprocess
 import sys
@@ -45,6 +48,7 @@ Handle = Any
 _NOT_READY: Final = 600
 _UPDATE_FAILED: Final = 910
 _PROGRAMMATIC_SERIALIZATION: Final = 6      # a CUlaunchAttributeID
+_EDGE_DATA_VERSION: Final = 12030           # of the first driver whose cuGraphGetEdges tells edge data
 _PROGRAMMATIC_EDGE: Final = 1               # a CUgraphDependencyType
 # Codes after which nothing on the context works: ECC, NVLink, contained, illegal address, timeout, assert,
 # launch failures, context destroyed.  Source: the comments at CUresult in cuda.h ("the process must be
@@ -411,9 +415,17 @@ def cuGraphGetEdges(graph: Handle) -> list[tuple[Handle, Handle, bool]]:
     n_edges = int(_call("cuGraphGetEdges", graph, 0)[-1])
     if not n_edges:
         return []
-    found = _call("cuGraphGetEdges", graph, n_edges)
-    kinds = [int(data.type) == _PROGRAMMATIC_EDGE for data in found[2]]
-    return list(zip(found[0], found[1], kinds, strict=True))
+    ends = _call("cuGraphGetEdges", graph, n_edges)
+    # Once more past the binding (13.0): the edge data that it returns lies in memory that it has freed.
+    point, _ = _call("cuGetProcAddress", b"cuGraphGetEdges", _EDGE_DATA_VERSION, 0)
+    data, n = np.zeros((n_edges, 8), np.uint8), ctypes.c_size_t(n_edges)    # CUgraphEdgeData: byte 2 is type
+    spare = np.zeros((2, n_edges), np.uint64)
+    code = int(ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 5)(int(point))(
+        int(graph), spare[0].ctypes.data, spare[1].ctypes.data, data.ctypes.data, ctypes.addressof(n)))
+    if code:
+        raise _error("cuGraphGetEdges", code, {})
+    kinds = {(int(a), int(b)): int(d[2]) == _PROGRAMMATIC_EDGE for a, b, d in zip(*spare, data, strict=True)}
+    return [(a, b, kinds[int(a), int(b)]) for a, b in zip(ends[0], ends[1], strict=True)]
 
 
 def cuGraphNodeGetType(node: Handle) -> str:

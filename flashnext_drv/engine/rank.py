@@ -15,7 +15,6 @@ back what was there; compute happens on one stream.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -76,7 +75,7 @@ class Rank(Owner):
         super().__init__(f"rank{ordinal}")
         self.layout = Layout(pack.config, limits)
         self.use_graphs = limits.graph
-        self._programmatic = os.environ.get("FLASHNEXT_DRV_PROGRAMMATIC", "1") != "0"
+        self._programmatic = True
         self.observer: Callable[[Launch], None] | None = None
         self.deep: DeepPass | None = None
         self.deep_refused = ""
@@ -203,8 +202,8 @@ class Rank(Owner):
     @property
     def programmatic(self) -> bool:
         """Whether a round's launches may start ahead of the end of those before them (programmatic dependent
-        launch), where kernel and device can.  By default on; the environment's FLASHNEXT_DRV_PROGRAMMATIC=0
-        turns it off.  May be changed between rounds: graphs made so far are dropped.
+        launch), where kernel and device can.  On at first; may be changed between rounds, same bytes: graphs
+        made so far are dropped.
         """
         return self._programmatic
 
