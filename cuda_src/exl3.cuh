@@ -125,7 +125,7 @@ FN_DEVICE void fn_load_h4(const u16* p, float (&v)[4]) {
 
 // The same ahead of fn_wait_prior: the read-only path may be moved behind it, to where the values are used.
 FN_DEVICE void fn_load_early_h4(const u16* p, float (&v)[4]) {
-    uint2 h = fn_ld(reinterpret_cast<const uint2*>(p));
+    uint2 h = fn_ld_here(reinterpret_cast<const uint2*>(p));
     v[0] = fn_h2f((u16)h.x), v[1] = fn_h2f((u16)(h.x >> 16));
     v[2] = fn_h2f((u16)h.y), v[3] = fn_h2f((u16)(h.y >> 16));
 }
@@ -373,7 +373,7 @@ template <u32 ROW_TILES> struct FnRows {
     FN_DEVICE void load(u32 i, uint2 (&b)[ROW_TILES]) const {  // of the i-th step from here
 #pragma unroll
         for (u32 r = 0; r < ROW_TILES; r++)
-            b[r] = fn_ld(reinterpret_cast<const uint2*>(at[r] + 16u * i));
+            b[r] = fn_ld_here(reinterpret_cast<const uint2*>(at[r] + 16u * i));
     }
     FN_DEVICE void advance(u32 n) {
 #pragma unroll

@@ -15,7 +15,7 @@ namespace FN_NAMESPACE {
 FN_DEVICE float relu(float x) { return x > 0.f || x != x ? x : 0.f; }
 
 FN_DEVICE uint2 load8(u64 at, u32 step, bool live) {
-    return live ? fn_ld(reinterpret_cast<const uint2*>(at) + 4u * step) : make_uint2(0u, 0u);
+    return live ? fn_ld_here(reinterpret_cast<const uint2*>(at) + 4u * step) : make_uint2(0u, 0u);
 }
 
 }  // namespace FN_NAMESPACE

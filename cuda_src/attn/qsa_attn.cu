@@ -22,7 +22,7 @@ struct Shared {
     u16 e[16][72];      // f16 weights, likewise for mma loads
 };
 
-FN_DEVICE uint2 load8(u64 at, u32 step) { return fn_ld(reinterpret_cast<const uint2*>(at) + 4u * step); }
+FN_DEVICE uint2 load8(u64 at, u32 step) { return fn_ld_here(reinterpret_cast<const uint2*>(at) + 4u * step); }
 
 // Scores of this warp's 16 entries for Tiles * 8 heads.
 template <int Tiles>

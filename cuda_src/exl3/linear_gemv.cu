@@ -14,18 +14,23 @@
 #include "exl3.cuh"
 
 namespace FN_NAMESPACE {
+const u32 SECTOR = 64;  // bytes that one address brings
+
 // Weights of outputs 32 pair .. 32 pair + 31 over inputs k0 .. k1 - 1 into the L2 cache.
 FN_DEVICE void ask_for(const FnWeight& w, u32 k, u32 n, u32 pair, u32 k0, u32 k1, u32 lane) {
     u32 step0 = k0 / 16u, n_steps = (k1 - k0) / 16u;
-    if (w.data & 15u) return;  // trellis data may be aligned to 4 bytes alone
-    if (fn_is_exl3(w)) {
-        u32 tile_bytes = 16u * (w.format >> 8 & 255u);
-        u64 at = w.data + ((u64)step0 * (n / 16u) + 2u * pair) * tile_bytes;
-        for (u32 i = lane; i < n_steps; i += 32u)
-            fn_prefetch_l2(reinterpret_cast<const void*>(at + (u64)i * (n / 16u) * tile_bytes), 2u * tile_bytes);
-    } else if (lane < 2u && 16u * (2u * pair + lane) < n) {
-        u64 at = w.data + ((u64)(2u * pair + lane) * (k / 16u) + step0) * 512u;
-        fn_prefetch_l2(reinterpret_cast<const void*>(at), 512u * n_steps);
+    if (fn_is_exl3(w)) {  // four lanes a step of up to four sectors
+        u32 tile_bytes = 16u * (w.format >> 8 & 255u), step_bytes = n / 16u * tile_bytes;
+        u64 at = w.data + (u64)(step0 + (lane >> 2)) * step_bytes + 2u * pair * tile_bytes;
+        for (u32 i = lane >> 2; i < n_steps; i += 8u, at += 8u * step_bytes)
+            for (u32 j = SECTOR * (lane & 3u); j < 2u * tile_bytes; j += 4u * SECTOR) fn_prefetch_l2(at + j);
+    } else {  // two tiles of outputs, each with its steps one after another
+        u64 at = w.data + ((u64)(2u * pair) * (k / 16u) + step0) * 512u, to_second = 512u * (k / 16u);
+        bool second = 16u * (2u * pair + 1u) < n;
+        for (u32 j = SECTOR * lane; j < 512u * n_steps; j += 32u * SECTOR) {
+            fn_prefetch_l2(at + j);
+            if (second) fn_prefetch_l2(at + to_second + j);
+        }
     }
 }
 }  // namespace FN_NAMESPACE

@@ -39,7 +39,7 @@ FN_DEVICE void chain(float (&d)[TILES][4], const uint4* a, const u16* (&x)[TILES
         uint2 rows[AT_ONCE][TILES];
 #pragma unroll
         for (u32 i = 0; i < AT_ONCE; i++)
-            if (first + i < n_steps) words[i] = fn_ld(a + 32u * (first + i));
+            if (first + i < n_steps) words[i] = fn_ld_here(a + 32u * (first + i));
         if (first == 0) ready();
 #pragma unroll
         for (u32 i = 0; i < AT_ONCE; i++) {
@@ -47,7 +47,7 @@ FN_DEVICE void chain(float (&d)[TILES][4], const uint4* a, const u16* (&x)[TILES
             for (u32 r = 0; r < TILES; r++) {
                 rows[i][r] = make_uint2(0u, 0u);
                 if (x[r] && first + i < n_steps)
-                    rows[i][r] = fn_ld(reinterpret_cast<const uint2*>(x[r] + 16u * (first + i)));
+                    rows[i][r] = fn_ld_here(reinterpret_cast<const uint2*>(x[r] + 16u * (first + i)));
             }
         }
 #pragma unroll
