@@ -307,9 +307,9 @@ class Rank(Owner):
         }
         if "round" in self.kernels.arguments(kernel):
             args["round"] = self._spans["round"]
-        return self.kernels.launch(
-            kernel, (grid[0], grid[1], grid[2]), programmatic=self._programmatic, **args
-        )
+        launch = self.kernels.launch(kernel, (grid[0], grid[1], grid[2]), **args)
+        launch.programmatic = self._programmatic and self.kernels.may_lead(kernel)
+        return launch
 
     def _release(self) -> None:
         self._undo.close()

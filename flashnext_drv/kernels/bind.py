@@ -66,11 +66,9 @@ class Kernels(DriverOwner):
         """The module of a family."""
         return self._modules[family]
 
-    def launch(self, kernel: str, grid: int | tuple[int, ...], *, programmatic: bool = False,
-               **args: Value) -> Launch:
+    def launch(self, kernel: str, grid: int | tuple[int, ...], **args: Value) -> Launch:
         """A launch of `kernel`, every argument given by its declared name.
 
-        programmatic: ahead of the end of the launches before it, where kernel and device can (`may_lead`).
         grid: blocks in x, or (x, y), or (x, y, z).  Pointers: a Span, or a device address as int (0 where the
         declaration allows none).  Raises ContractError on a missing, unknown or unfitting argument.
         """
@@ -78,12 +76,10 @@ class Kernels(DriverOwner):
         if kernel not in self._specs:
             raise ContractError(f"no kernel is called {kernel!r}", do="see kernels/catalog.py")
         spec, family = self._specs[kernel]
-        made = make_launch(self._modules[family], spec, grid, args)
-        made.programmatic = programmatic and self.may_lead(kernel)
-        return made
+        return make_launch(self._modules[family], spec, grid, args)
 
     def may_lead(self, kernel: str) -> bool:
-        """Whether launches of `kernel` may be programmatic here: it is declared so, and the device is of
+        """Whether launches of `kernel` may be made programmatic here: it is declared so, and the device is of
         compute capability 9.0 or later."""
         return self._specs[kernel][0].programmatic and self.ctx.facts.cc >= (9, 0)
 

@@ -144,9 +144,9 @@ class KernelSpec:
     "<module>.<function>" below flashnext_drv.ref.  programmatic: it calls fn_let_next and fn_wait_prior
     (prelude.cuh) and may be launched ahead of the end of the launches before it.  constants: its pointer
     arguments whose bytes no launch and no copy changes while rounds run, with what they point to in turn
-    left out: they alone may be read before fn_wait_prior.  bound: words, with the derivation of the tolerance against
-    FP64.  limits: of each of ARCHS.  rows: axis of the launch's rows in each array of a case, by name (with *
-    and ?).  exempt: stage -> why it cannot apply.  controls: wrong variants that the check must report.
+    left out: they alone may be read before fn_wait_prior.  bound: words, with the derivation of the
+    tolerance against FP64.  limits: of each of ARCHS.  rows: axis of the launch's rows in each array of a
+    case, by name (with * and ?).  exempt: stage -> why it cannot apply.  controls: wrong variants that the check must report.
     broken: why the kernel breaks rules on purpose; it then has no contract and is never checked.
     """
 

@@ -18,7 +18,7 @@ from flashnext_drv.errors import ContextLost, DriverError
 from flashnext_drv.kernels.bind import Kernels
 from flashnext_drv.sim import control
 
-from .test_launch import HIDDEN, ROWS, Site
+from .test_launch import Site
 
 STEPS = 12
 WAITS, READS_EARLY, WARP_GOES_ON = 11, 12, 13       # modes of the kernel `fault`
@@ -41,17 +41,22 @@ def seeded(device_name: str) -> Iterator[None]:
 
 
 def ahead(site: Site, kernels: Kernels) -> Launch:
-    return kernels.launch("stream_add", (1, ROWS), programmatic=True, hidden=HIDDEN, **site.spans)
+    launch = site.launch(kernels)
+    launch.programmatic = kernels.may_lead("stream_add")
+    return launch
 
 
 class Chain:
     """STEPS launches of `fault`, each of which adds 1 to what the one before left."""
 
-    def __init__(self, arena: DeviceArena, stream: Stream, kernels: Kernels, mode: int, grid: int = 1) -> None:
+    def __init__(self, arena: DeviceArena, stream: Stream, kernels: Kernels, mode: int,
+                 grid: int = 1) -> None:
         self.stream = stream
         self.spans: list[Span] = [arena.span(f"step{i}", 512) for i in range(STEPS + 1)]
-        self.launches = [kernels.launch("fault", grid, programmatic=True, x=x, y=y, mode=mode, index=0)
+        self.launches = [kernels.launch("fault", grid, x=x, y=y, mode=mode, index=0)
                          for x, y in zip(self.spans, self.spans[1:], strict=False)]
+        for launch in self.launches:
+            launch.programmatic = kernels.may_lead("fault")
 
     def start(self, value: int) -> None:
         for span in self.spans:

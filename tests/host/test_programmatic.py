@@ -82,8 +82,8 @@ def test_who_waits_is_declared() -> None:
         assert waits == spec.programmatic, spec.name
 
 
-GOOD = "FN_KERNEL((const u32* x, const u32* w, u32* y)) { fn_let_next(); u32 a = fn_ld(w); fn_wait_prior(); " \
-       "y[0] = a + fn_ld(x); }"
+GOOD = ("FN_KERNEL((const u32* x, const u32* w, u32* y)) { fn_let_next(); u32 a = fn_ld(w); fn_wait_prior(); "
+        "y[0] = a + fn_ld(x); }")
 
 
 @pytest.mark.parametrize(("old", "new", "words"), [
