@@ -146,8 +146,9 @@ class KernelSpec:
     arguments whose bytes no launch and no copy changes while rounds run, with what they point to in turn
     left out: they alone may be read before fn_wait_prior.  bound: words, with the derivation of the
     tolerance against FP64.  limits: of each of ARCHS.  rows: axis of the launch's rows in each array of a
-    case, by name (with * and ?).  exempt: stage -> why it cannot apply.  controls: wrong variants that the check must report.
-    broken: why the kernel breaks rules on purpose; it then has no contract and is never checked.
+    case, by name (with * and ?).  exempt: stage -> why it cannot apply.  controls: wrong variants that the
+    check must report.  broken: why the kernel breaks rules on purpose; it then has no contract and is never
+    checked.
     """
 
     name: str
