@@ -68,7 +68,7 @@ def _fill_defaults(args: argparse.Namespace) -> None:
         args.device = os.environ.get("FLASHNEXT_DRV_DEVICE") or "auto"
         if args.device not in ("auto", "cuda", "sim"):
             raise UsageError("FLASHNEXT_DRV_DEVICE is unknown", value=args.device, do="use auto, cuda or sim")
-    if "pack" in args and args.pack is None:
+    if "pack" in args and args.pack is None and not getattr(args, "diff", None):
         args.pack = os.environ.get("FLASHNEXT_DRV_PACK") or None
         if args.pack is None:
             raise UsageError("no pack was named", do="give PACK, or set FLASHNEXT_DRV_PACK")

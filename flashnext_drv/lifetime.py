@@ -9,6 +9,7 @@ end.
 from __future__ import annotations
 
 import enum
+import threading
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -16,6 +17,9 @@ from typing import TYPE_CHECKING, Any, Self
 from .errors import UsageError
 
 __all__ = ["Owner", "State", "Undo"]
+
+
+_holding = threading.Lock()  # executables are also made on another thread, and hold what rounds hold
 
 
 class State(enum.Enum):
@@ -125,14 +129,16 @@ class Owner(metaclass=_OwnerMeta):
 
     def _hold(self, owner: Owner) -> None:
         """Keep `owner` open until this one is closed; once is enough."""
-        if all(owner is not held for held in self._held):
-            self._held.append(owner)
-            owner._borrowers.append(self)
+        with _holding:
+            if all(owner is not held for held in self._held):
+                self._held.append(owner)
+                owner._borrowers.append(self)
 
     def _let_go(self) -> None:
-        for owner in reversed(self._held):
-            owner._borrowers = [b for b in owner._borrowers if b is not self]
-        self._held.clear()
+        with _holding:
+            for owner in reversed(self._held):
+                owner._borrowers = [b for b in owner._borrowers if b is not self]
+            self._held.clear()
 
     def __enter__(self) -> Self:
         self.require_open()

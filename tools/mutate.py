@@ -101,6 +101,10 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("flashnext_drv/drv/graph.py", ("tests/drv/test_graph.py", "tests/drv/test_ownership.py",
                                     "tests/drv/test_faults.py"),
      ("tests/drv/test_context.py", "tests/faults/test_graph_fallback.py", "tests/faults/test_sweep.py")),
+    *((name, ("tests/engine/test_graph_cache.py",),
+       ("tests/faults/test_graph_fallback.py", "tests/faults/test_graph_sweep.py",
+        "tests/engine/test_graphs.py"))
+      for name in ("flashnext_drv/drv/builder.py", "flashnext_drv/engine/graphs.py")),
     ("flashnext_drv/drv/module.py", ("tests/drv/test_launch.py", "tests/drv/test_faults.py",
                                      "tests/drv/test_graph.py", "tests/drv/test_ownership.py"),
      ("tests/drv/test_images.py", "tests/drv/test_context.py", "tests/engine/test_memory.py")),

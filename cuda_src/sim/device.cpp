@@ -64,6 +64,8 @@ Result destroy_context(u64 id) {
     for (auto i = world.captures.begin(); i != world.captures.end();)
         i = c->streams.count(i->second->origin) ? world.captures.erase(i) : std::next(i);
     erase_of(world.events, c);
+    for (auto& i : world.execs)
+        if (i.second->context == c) charge(c->device, -i.second->bytes);
     erase_of(world.execs, c);
     for (auto i = world.functions.begin(); i != world.functions.end();)
         i = i->second->module->context == c ? world.functions.erase(i) : std::next(i);

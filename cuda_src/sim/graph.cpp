@@ -65,8 +65,11 @@ Result instantiate(u64* out, u64 graph) {
     Graph* g = find(world.graphs, graph, "graph");
     if (!g) return INVALID_HANDLE;
     auto x = std::make_unique<Exec>();
-    x->id = new_handle(EXEC);
     x->context = current_context();
+    const long long nodes = kNodeBytes * (long long)g->plan->nodes.size();
+    x->bytes = kExecBytes * (1 + nodes / kExecBytes);
+    if (Result r = charge(x->context->device, x->bytes)) return r;
+    x->id = new_handle(EXEC);
     x->plan = copy_plan(*g->plan);
     *out = x->id;
     world.execs[x->id] = std::move(x);
@@ -264,7 +267,9 @@ ENTRY(cuGraphExecUpdate, CURRENT, (u64 exec, u64 graph, UpdateResult* out)) {
     return OK;
 }
 ENTRY(cuGraphExecDestroy, INITIALIZED, (u64 exec)) {
-    if (!find(world.execs, exec, "graph executable")) return INVALID_HANDLE;
+    Exec* x = find(world.execs, exec, "graph executable");
+    if (!x) return INVALID_HANDLE;
+    charge(x->context->device, -x->bytes);
     world.execs.erase(exec);
     return OK;
 }

@@ -18,6 +18,8 @@ typedef int Result;                                // CUresult
 constexpr unsigned kOptInSharedBytes = 227 << 10;  // most shared memory a block may have
 constexpr size_t kEarlyLaunches = 3;               // most launches that are ahead of a running kernel
 constexpr long long kModuleBytes = 64 << 10;       // what a loaded module takes of its device
+constexpr long long kExecBytes = 64 << 10;         // what an executable takes, and in these steps
+constexpr long long kNodeBytes = 512;              // for each of its nodes
 
 enum : Result {
     OK = 0,
@@ -176,6 +178,7 @@ struct Capture {
 struct Exec {
     u64 id = 0;
     Context* context = nullptr;
+    long long bytes = 0;  // charged to its device
     std::shared_ptr<Plan> plan;
 };
 struct Graph {

@@ -258,6 +258,8 @@ NO_SUMS: Final[dict[str, str]] = {
     "synth_fill": "integers",
     "line_resolve": "integers",
     "line_fill": "copies",
+    "count_replay": "integers",
+    "advance_rows": "integers",
     "math_sweep": "single functions",
     "math_f64": "single functions",
     "mma_tiles_f16": "one step, compared bit for bit with an integer model",

@@ -1,7 +1,7 @@
 """Operands of the move family's contract cases.
 
 Called by check/contract.py.  The expectation of synth_fill comes from ref/move.py, element by element in
-Python integers; those of the line kernels stand in cases_lines.py.
+Python integers; those of the others stand in cases_lines.py and cases_ahead.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..kernels.spec import Case
 from ..ref import move as ref
-from . import cases_lines
+from . import cases_ahead, cases_lines
 from .contract import Operands, poison
 from .operands import untouched
 
@@ -27,6 +27,8 @@ def build(name: str, case: Case, seed: int) -> Operands:
     """Operands of `case` of kernel `name`, drawn with `seed`."""
     if name in cases_lines.BUILDERS:
         return cases_lines.BUILDERS[name](case, seed)
+    if name == "count_replay":
+        return cases_ahead.BUILDERS[name](case, seed)
     if name != "synth_fill":
         raise ValueError(f"the move family has no kernel {name}")
     scalars = _scalars(case, seed)

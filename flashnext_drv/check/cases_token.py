@@ -1,4 +1,4 @@
-"""Cases of the token family: operands, and the reference each kernel is held to.
+"""Cases of the token family: operands, and what each kernel is held to (advance_rows: cases_ahead.py).
 
 Called by check/contract.py through `build`.  References are exact (copies, integers, fp32 steps of a named
 order) but for rotary rows and the n-gram mixer, whose bounds are derived below from their rounding points.
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..kernels.spec import Case
 from ..kernels.tables import FORMAT_F16, ROW, SLOT
 from ..ref.exl3 import codebook, row_states
-from . import draw_model
+from . import cases_ahead, draw_model
 from .contract import Operands, bits, poison
 from .draw_model import Sampling
 from .operands import (
@@ -186,7 +186,7 @@ def _ngram_rows(case: Case, seed: int) -> Operands:
     rows = _rows(n, cap) if gathered else _rows(n, cap, token=ids[0], prev1=ids[1], prev2=ids[2])
     named = np.array([hash_rows(int(ids[0, r]), int(ids[1, r]), int(ids[2, r]), _EOS, sizes, offsets,
                                 _MULTIPLIERS) for r in range(n)], np.int64)
-    stored = _filled(table[named.reshape(-1)], cap * heads) if gathered else table
+    stored = _filled(table[named.reshape(-1)], cap * heads).reshape(cap, -1) if gathered else table
 
     def expect(out: Arrays) -> None:
         rows16 = from_tiles(out["emb"]) if tiled else out["emb"]
@@ -210,7 +210,7 @@ def _ngram_rows(case: Case, seed: int) -> Operands:
         arrays["head_bias"] = bias
     else:
         scalars["head_bias"] = 0
-    return Operands(arrays, scalars, (heads, cap, 1), [], ("emb",), expect)
+    return Operands(arrays, scalars, (heads, cap, 1), [], ("emb",), expect, ("table",) * gathered)
 
 
 # --- ple_mix, and ple_gate, ple_conv, ple_tail on the same operands -----------------------------------------
@@ -474,12 +474,12 @@ def _draw_rows(case: Case, seed: int) -> Operands:
 
 
 # --- shared -------------------------------------------------------------------------------------------------
-
 _F32: Final = np.dtype(np.float32)
 
 _BUILDERS: Final[dict[str, Callable[[Case, int], Operands]]] = {
     "embed_rows": _embed_rows, "rope_rows": _rope_rows, "ngram_rows": _ngram_rows, "ple_mix": _ple_mix,
-    "ple_gate": _ple_gate, "ple_conv": _ple_conv, "ple_tail": _ple_tail, "draw_rows": _draw_rows}
+    "ple_gate": _ple_gate, "ple_conv": _ple_conv, "ple_tail": _ple_tail, "draw_rows": _draw_rows,
+    **cases_ahead.BUILDERS}
 
 
 def _rows(n: int, cap: int, **fields: NDArray[Any]) -> NDArray[Any]:

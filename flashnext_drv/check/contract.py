@@ -55,7 +55,8 @@ class Operands:
     arrays: one per pointer argument, plus others that tables point to; their initial bytes.  scalars: every
     other argument.  relocations: (array, byte offset, target array, target byte offset): the target's device
     address is written there as u64.  outputs: arrays to hash, in order.  expect: raises AssertionError; gets
-    all arrays as they are after the run.
+    all arrays as they are after the run.  by_row: arrays with one entry a row beside those that the
+    declaration names.
     """
 
     arrays: Arrays
@@ -64,6 +65,7 @@ class Operands:
     relocations: list[tuple[str, int, str, int]]
     outputs: tuple[str, ...]
     expect: Callable[[Arrays], None]
+    by_row: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

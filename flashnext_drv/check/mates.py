@@ -75,7 +75,7 @@ def select(
         order.extend(range(first, first + length))
     cap = max(len(order), 1) if shrink else old_cap
     for name, array in given.arrays.items():
-        axis = _row_axis(spec, name)
+        axis = 0 if name in given.by_row else _row_axis(spec, name)
         if axis is not None:
             arrays[name] = _taken(array, axis, order, old_cap, cap, name)
     if _by_run(spec):

@@ -10,4 +10,4 @@ from typing import Final
 
 __all__ = ["COMMANDS"]
 
-COMMANDS: Final = ("doctor", "inspect", "plan", "synth", "generate", "logits", "check", "records")
+COMMANDS: Final = ("doctor", "inspect", "plan", "synth", "generate", "logits", "check", "records", "trace")

@@ -7,10 +7,10 @@ and nowhere is a cast needed above this file.  The binding fails in two ways, a 
 (no library, no entry point); both end here.  Called by the other modules of drv/ and, for what they do not
 wrap, by whoever knows what it does.
 
-Over 500 lines: each driver call is a function of its own, and they share one way to fail.
-
 What must stay true: no call names the default stream; a context must be current (drv/context.py sees to
 that).
+
+Over 500 lines: one short function for each driver call.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import ctypes
 import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +29,8 @@ from ..errors import ContextLost, DriverError, DriverMissing, OutOfMemory, Usage
 from . import faults
 from .faults import counters, ring
 
-__all__ = ["Handle", "binding_version", "counters", "ensure", "launch_config", "loaded", "resolve", "ring"]
+__all__ = ["Handle", "binding_version", "counters", "ensure", "launch_config", "loaded", "resolve", "ring",
+           "route"]
 __all__ += ["cuCtxCreate", "cuCtxDestroy", "cuCtxDisablePeerAccess", "cuCtxEnablePeerAccess",
             "cuCtxGetCurrent", "cuCtxPopCurrent", "cuCtxPushCurrent", "cuCtxSynchronize",
             "cuDeviceCanAccessPeer", "cuDeviceGet", "cuDeviceGetAttribute", "cuDeviceGetCount",
@@ -38,7 +40,8 @@ __all__ += ["cuCtxCreate", "cuCtxDestroy", "cuCtxDisablePeerAccess", "cuCtxEnabl
             "cuGraphDestroy", "cuGraphExecDestroy", "cuGraphExecUpdate", "cuGraphGetEdges", "cuGraphGetNodes",
             "cuGraphInstantiate", "cuGraphKernelNodeGetParams", "cuGraphLaunch", "cuGraphNodeGetType",
             "cuGraphUpload", "cuLaunchKernel", "cuLaunchKernelEx", "cuMemAlloc", "cuMemFree",
-            "cuMemFreeHost", "cuMemGetInfo", "cuMemHostAlloc", "cuMemHostGetDevicePointer", "cuMemcpyAsync", "cuMemcpyDtoHAsync",
+            "cuMemFreeHost", "cuMemGetInfo", "cuMemHostAlloc", "cuMemHostGetDevicePointer", "cuMemcpyAsync",
+            "cuMemcpyDtoHAsync",
             "cuMemcpyHtoDAsync", "cuMemcpyPeerAsync", "cuMemsetD8Async", "cuModuleGetFunction",
             "cuModuleLoadData", "cuModuleUnload", "cuStreamBeginCapture", "cuStreamCreate", "cuStreamDestroy",
             "cuStreamEndCapture", "cuStreamIsCapturing", "cuStreamQuery", "cuStreamSynchronize",
@@ -123,6 +126,17 @@ def resolve(device: str) -> str:
 def loaded() -> str:
     """"cuda", "sim", or "" before `ensure`."""
     return _loaded
+
+
+def route(make: Callable[[Any], Any]) -> Any:
+    """Make every call from here on through make(what they go through), something with the binding's
+    functions; returns what they went through.  For drv/watch.py alone.  Raises UsageError before `ensure`."""
+    global _driver, _launch_kernel, _launch_kernel_ex
+    if _driver is None:
+        raise UsageError("no driver was chosen", do="call drv.api.ensure(device) first")
+    before, _driver = _driver, make(_driver)
+    _launch_kernel, _launch_kernel_ex = _driver.cuLaunchKernel, _driver.cuLaunchKernelEx
+    return before
 
 
 def binding_version() -> str:
@@ -434,11 +448,11 @@ def cuGraphNodeGetType(node: Handle) -> str:
     return kind.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
 
 
-def cuGraphKernelNodeGetParams(node: Handle) -> tuple[int, tuple[int, int, int], tuple[int, int, int]]:
-    """(function handle as int, grid, block) of a kernel node."""
+def cuGraphKernelNodeGetParams(node: Handle) -> tuple[int, tuple[int, int, int], tuple[int, int, int], int]:
+    """(function handle as int, grid, block, address of the void** of its arguments) of a kernel node."""
     p = _call("cuGraphKernelNodeGetParams", node)
     return (int(p.func), (int(p.gridDimX), int(p.gridDimY), int(p.gridDimZ)),
-            (int(p.blockDimX), int(p.blockDimY), int(p.blockDimZ)))
+            (int(p.blockDimX), int(p.blockDimY), int(p.blockDimZ)), int(p.kernelParams))
 
 
 def cuGraphDestroy(graph: Handle) -> None:

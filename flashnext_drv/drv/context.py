@@ -91,6 +91,8 @@ class Context(DriverOwner):
         self.ledger = ledger
         self.primary = primary
         self.function_names: dict[int, str] = {}
+        self.stream_names: dict[int, str] = {}
+        self.graph_names: dict[int, str] = {}  # of executables
         self._broken = ""
         count = api.cuDeviceGetCount()
         if not 0 <= ordinal < count:

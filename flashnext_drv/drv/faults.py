@@ -18,8 +18,7 @@ from typing import Final
 from ..errors import UsageError
 
 __all__ = ["RESTORING", "UNSAFE", "Count", "capturing", "count_calls", "counters", "enter", "fail_nth",
-           "failed",
-           "reset_counters", "ring", "set_capturing", "silent"]
+           "failed", "reset_counters", "ring", "set_capturing", "silent", "working_as"]
 
 # Calls that invalidate a capture in thread-local mode, or that wait: the driver would refuse them late and
 # vaguely.
@@ -81,7 +80,16 @@ class _Thread(threading.local):
         self.special = bool(self.counting or self.captures or self.silent)
 
 
+@dataclass
+class _Named:
+    """What was planned for a thread that works under a name (`working_as`)."""
+
+    plan: _Plan | None = None
+    counting: list[Count] = field(default_factory=list)
+
+
 _here = _Thread()
+_named: defaultdict[str, _Named] = defaultdict(_Named)
 
 
 def enter(name: str) -> int:
@@ -136,32 +144,51 @@ def capturing() -> bool:
 
 
 @contextmanager
-def fail_nth(n: int, code: int = 1, *, forever: bool = False, only: str | None = None) -> Iterator[_Plan]:
+def fail_nth(n: int, code: int = 1, *, forever: bool = False, only: str | None = None,
+             thread: str = "") -> Iterator[_Plan]:
     """Make this thread's n-th driver call from here on (1-based) return `code`; with `forever` all later ones
     too.
 
     only: count and fail calls of this name alone.  The call itself is not made, except those of RESTORING.
+    thread: of the calls that are made under this name (`working_as`), not of this thread's.
     Gives the plan: `.seen` calls counted, `.fired` failures given.
     """
     if n < 1:
         raise UsageError("the call to fail is counted from 1", n=n)
-    before, _here.plan = _here.plan, _Plan(n, code, forever, only)
+    where = _named[thread] if thread else _here
+    before, where.plan = where.plan, _Plan(n, code, forever, only)
     try:
-        yield _here.plan
+        yield where.plan
     finally:
-        _here.plan = before
+        where.plan = before
 
 
 @contextmanager
-def count_calls() -> Iterator[Count]:
-    """Count this thread's driver calls: the length of a fault sweep is `count.n`."""
+def count_calls(thread: str = "") -> Iterator[Count]:
+    """Count this thread's driver calls: the length of a fault sweep is `count.n`.  thread: as in
+    `fail_nth`."""
     count = Count()
-    _here.counting.append(count)
+    where = _named[thread] if thread else _here
+    where.counting.append(count)
     _here.settle()
     try:
         yield count
     finally:
-        _here.counting = [c for c in _here.counting if c is not count]
+        where.counting = [c for c in where.counting if c is not count]
+        _here.settle()
+
+
+@contextmanager
+def working_as(name: str) -> Iterator[None]:
+    """What was planned and is counted for threads of this name holds for this one inside: a thread that
+    works for another one is reached so."""
+    before = _here.plan, _here.counting
+    _here.plan, _here.counting = _named[name].plan, list(_named[name].counting)
+    _here.settle()
+    try:
+        yield
+    finally:
+        _here.plan, _here.counting = before
         _here.settle()
 
 

@@ -13,6 +13,8 @@ the context, because work given to its stream would be recorded instead of run.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -23,7 +25,7 @@ from . import api, faults
 from .context import Context, DriverOwner, here
 from .stream import Stream
 
-__all__ = ["Capture", "Graph", "GraphExec", "Node", "capture"]
+__all__ = ["Capture", "Graph", "GraphExec", "Node", "capture", "read_arguments"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,15 @@ class Node:
 def capture(stream: Stream) -> Capture:
     """Context manager: what this thread gives to `stream` inside is recorded and not run."""
     return Capture(stream)
+
+
+def read_arguments(address: int, sizes: Sequence[int]) -> tuple[bytes, ...]:
+    """What a launch's void** at `address` points at; () where it is null.  sizes: bytes of each argument, as
+    the kernel declares them."""
+    if not sizes or not address:
+        return ()
+    pointers = (ctypes.c_void_p * len(sizes)).from_address(address)
+    return tuple(ctypes.string_at(at or 0, size) for at, size in zip(pointers, sizes, strict=True))
 
 
 class Capture:
@@ -155,6 +166,15 @@ class Graph(DriverOwner):
         with self.ctx.active(), faults.silent():
             return [self._node(i, node) for i, node in enumerate(api.cuGraphGetNodes(self.handle))]
 
+    def arguments(self, sizes: Mapping[str, Sequence[int]]) -> list[tuple[bytes, ...]]:
+        """The argument bytes of every node, as captured; () for what is no kernel or no kernel of `sizes`.
+
+        sizes: bytes of each argument in order, by kernel name, as the kernel declares them.
+        """
+        self.require_open()
+        with self.ctx.active(), faults.silent():
+            return [self._arguments(node, sizes) for node in api.cuGraphGetNodes(self.handle)]
+
     def edges(self) -> list[tuple[int, int]]:
         """(from, to) as indices into `nodes`."""
         return [(a, b) for a, b, _ in self._edges()]
@@ -188,8 +208,15 @@ class Graph(DriverOwner):
         kind = api.cuGraphNodeGetType(node)
         if kind != "kernel":
             return Node(i_node, kind)
-        function, grid, block = api.cuGraphKernelNodeGetParams(node)
+        function, grid, block, _ = api.cuGraphKernelNodeGetParams(node)
         return Node(i_node, kind, self.ctx.function_names.get(function, "?"), grid, block)
+
+    def _arguments(self, node: api.Handle, sizes: Mapping[str, Sequence[int]]) -> tuple[bytes, ...]:
+        if api.cuGraphNodeGetType(node) != "kernel":
+            return ()
+        function, _, _, address = api.cuGraphKernelNodeGetParams(node)
+        wanted = sizes.get(self.ctx.function_names.get(function, "?"), ())
+        return read_arguments(address, wanted)
 
     def _release(self) -> None:
         self.ctx.free(api.cuGraphDestroy, self.handle, self._entry, outlives=True)
@@ -209,7 +236,13 @@ class GraphExec(DriverOwner):
                 self._entry = self.ctx.ledger.add(name, "graph_exec")
                 undo.callback(self.ctx.free, api.cuGraphExecDestroy, self.handle, self._entry)
                 self._entry.measured(max(0, free_before - api.cuMemGetInfo()[0]))
+            self.ctx.graph_names[int(self.handle)] = graph.name
             self._undo = undo.pop_all()
+
+    @property
+    def size_bytes(self) -> int:
+        """Device memory that the driver was seen to take for it."""
+        return self._entry.granted_bytes
 
     def upload(self, stream: Stream) -> None:
         """Put the executable on the device ahead of its first launch, in stream order."""
@@ -242,4 +275,5 @@ class GraphExec(DriverOwner):
         return True
 
     def _release(self) -> None:
+        self.ctx.graph_names.pop(int(self.handle), None)
         self._undo.close()

@@ -208,6 +208,13 @@ class Launch:
             api.cuLaunchKernel(self.function.handle, *grid, *self.block, self.shared_bytes, stream.handle,
                                *self._tail)
 
+    def content(self) -> bytes:
+        """What a graph that captures the launch keeps: function, grid, block, shared bytes, whether it is
+        programmatic, arguments."""
+        head = (self.name, int(self.function.handle), self.grid, self.block, self.shared_bytes,
+                self.programmatic)
+        return repr(head).encode() + self._args.data.tobytes()
+
     def word(self, name: str) -> np.ndarray[Any, np.dtype[np.uint64]]:
         """(1,) uint64, host: a pointer argument's own bytes.  What is written there counts from the next run
         on; a run given to a stream keeps what it was given.  Raises UsageError on an unknown name."""

@@ -33,6 +33,7 @@ class Stream(DriverOwner):
             with ctx.active():
                 self.handle = api.cuStreamCreate(_NON_BLOCKING)
                 undo.callback(ctx.free, api.cuStreamDestroy, self.handle, ctx.ledger.add(name, "stream"))
+            ctx.stream_names[int(self.handle)] = name
             self._undo = undo.pop_all()
 
     def record(self, event: Event) -> None:
@@ -59,6 +60,7 @@ class Stream(DriverOwner):
                 _wait(lambda: api.cuStreamQuery(self.handle), "cuStreamQuery", self.name, timeout_s)
 
     def _release(self) -> None:
+        self.ctx.stream_names.pop(int(self.handle), None)
         self._undo.close()
 
 

@@ -33,12 +33,14 @@ from ..model.pack import PackBase
 from ..model.source import open_pack
 from ..state.export import read_state
 from ..state.residency import COUNTERS as RING_COUNTERS
+from .decode import Ahead, decode
 from .prefill import Prefill, Prompt, PromptCounters, check_prefill, run_prompts
 from .rank import Progress, Rank
-from .round import Window, run_round
 from .sequence import Sampling, Sequence, checked_ids
 
 __all__ = ["Engine", "Generation", "Limits", "MemoryReport", "Prefill", "Sampling", "token_sha256"]
+
+_PLAIN_NAMES = ("head_replays", "eager_rounds", "eager_heads")  # of GraphCounters in Generation.counters
 
 
 def token_sha256(ids: Ids[int]) -> str:
@@ -52,8 +54,9 @@ class Generation:
 
     tokens: new ids, a stop id included.  sha256: over prompt and new ids together (`token_sha256`).
     finish: "length" or "stop".  times: seconds of prompt and decode, host clock around the whole phase.
-    counters: prompt_tokens, new_tokens, graph_replays and eager_rounds of this request, and graph_failures:
-    graphs switched off in it because a driver call failed; of the prompt: deep_chunks, deep_rows,
+    counters: prompt_tokens, new_tokens; of graphs, in this request, those of engine.graphs.GraphCounters:
+    graph_<name> (graph_replays, graph_failures, ...), head_replays, eager_rounds, eager_heads, and by path
+    rank0.<path>.<name>; of the prompt: deep_chunks, deep_rows,
     batched_rows, serial_rows and deep_refusals (MemoryReport.deep says why).  With Limits.expert_lines also
     expert_<name> of kernels.tables.COUNTERS, over all layers: distinct experts of a round that were in a line
     (hits) or not (misses), those brought in (fills, filled_bytes) over others (evictions), and those read in
@@ -76,6 +79,8 @@ class MemoryReport:
     rows: by owner and tier.  total, free: the driver's, free_at_start: before anything of ours but the
     context.
     unexplained: what the driver lost since then and no entry explains.
+    graphs: since the engine was opened: kept of at most cap executables, their bytes (also sizes, by
+    identity), pending on the thread, counters by path, and which are off, with the reason.
     deep: of the deep prompt pass: rows it takes (0: there is none), chunk, refused (why), bytes by span.
     experts: with Limits.expert_lines: lines asked for (requested) and given (lines) a layer, ring_bytes, and
     in layers the counters of each since the engine was opened; else empty.
@@ -86,7 +91,7 @@ class MemoryReport:
     free_bytes: int
     free_at_start_bytes: int
     unexplained_bytes: int
-    graphs: Mapping[str, int] = field(default_factory=dict)
+    graphs: Mapping[str, Any] = field(default_factory=dict)
     deep: Mapping[str, Any] = field(default_factory=dict)
     experts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -104,6 +109,8 @@ class MemoryReport:
             f"free at start {bytes_text(self.free_at_start_bytes)}, "
             f"unexplained {bytes_text(self.unexplained_bytes)}"
         )
+        if self.graphs:
+            lines.append(_graph_line(self.graphs))
         if self.deep.get("spans"):
             spans = sorted(self.deep["spans"].items(), key=lambda item: -item[1])
             largest = ", ".join(f"{name} {bytes_text(size)}" for name, size in spans[:6])
@@ -201,8 +208,7 @@ class Engine(Owner):
         self.require_open()
         experts = self._expert_counters()
         started = time.perf_counter()
-        counters = self.rank.graphs.counters
-        before = (counters.replays, counters.eager_rounds, counters.failures)
+        before = self._graph_counters()
         prompts = replace(self.prompts)
         tokens: list[int] = []
         first = started
@@ -226,9 +232,7 @@ class Engine(Owner):
             {
                 "prompt_tokens": len(ids),
                 "new_tokens": len(tokens),
-                "graph_replays": counters.replays - before[0],
-                "eager_rounds": counters.eager_rounds - before[1],
-                "graph_failures": counters.failures - before[2],
+                **{name: n - before.get(name, 0) for name, n in self._graph_counters().items()},
                 **self.prompts.since(prompts),
                 **{name: value - experts[name] for name, value in self._expert_counters().items()},
             },
@@ -345,7 +349,7 @@ class Engine(Owner):
             free,
             ctx.free_at_start_bytes,
             self.ledger.reconcile(ctx.free_at_start_bytes, free).unexplained_bytes,
-            {f"{path}.rows{bucket}": size for (path, bucket), size in graphs.device_bytes.items()},
+            graphs.report(),
             {
                 "rows": 0 if deep is None else deep.layout.rows,
                 "chunk": self.rank.chunk,
@@ -369,14 +373,10 @@ class Engine(Owner):
                 return
             asked = Prompt(sequence, draw=True)
             run_prompts(self.rank, [asked], prefill, self.prompts)
-            token = asked.token
-            while True:
-                yield token
-                max_new_tokens -= 1
-                if token in stops or not max_new_tokens:
-                    return
-                sequence.extend([token])
-                token = run_round(self.rank, [Window(sequence, 1, draw=True)]).tokens[0]
+            yield asked.token
+            if asked.token not in stops and max_new_tokens > 1:
+                sequence.extend([asked.token])
+                yield from decode(self.rank, Ahead(sequence, max_new_tokens - 1, stops))
 
     def _experts(self) -> dict[str, Any]:
         """MemoryReport.experts."""
@@ -409,6 +409,16 @@ class Engine(Owner):
         found |= {f"ring_{name}": int(ring[name].sum()) for name in RING_COUNTERS.names or ()}
         parts = ("expert_filled_bytes", "expert_read_bytes", "ring_copied_bytes")
         return found | {"link_bytes": sum(found[part] for part in parts)}
+
+    def _graph_counters(self) -> dict[str, int]:
+        """Of graphs since the engine was opened, by the names of Generation.counters."""
+        graphs = self.rank.graphs
+        total = vars(graphs.counters).items()
+        found = {name if name in _PLAIN_NAMES else f"graph_{name}": n for name, n in total}
+        for path in graphs.paths:
+            of_path = vars(graphs.counters_of(path)).items()
+            found |= {f"rank0.{path}.{name}": n for name, n in of_path if "head" not in name}
+        return found
 
     def _own(self, sequence: Sequence) -> Sequence:
         """The sequence, if its slot and pages are this engine's and its own.  Raises UsageError."""
@@ -443,6 +453,15 @@ class Engine(Owner):
             raise failures[0]
         if failures:
             raise ExceptionGroup("closing the engine failed", failures)
+
+
+def _graph_line(graphs: Mapping[str, Any]) -> str:
+    """What `MemoryReport.table` says of graphs."""
+    paths = ", ".join(f"{path} {of['replays']} replays and {of['eager_rounds']} eager"
+                      for path, of in graphs["paths"].items())
+    off = f"; off: {graphs['all_off'] or len(graphs['off'])}" if graphs["off"] else ""
+    kept = f"{graphs['kept']} of at most {graphs['cap']}, {bytes_text(graphs['bytes'])}"
+    return f"graphs: {kept}; {paths or 'no round'}{off}"
 
 
 def _expert_line(experts: Mapping[str, Any]) -> str:

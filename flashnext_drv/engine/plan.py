@@ -85,6 +85,7 @@ class Sizer:
             "ngram": ngram,
             "tables.staging": staging_bytes(layout),
             "draws": 8 * layout.rows_cap,
+            "ahead": layout.ahead_bytes,
         }
         ring = (0, 0)
         if layout.offloads:

@@ -26,11 +26,12 @@ from ..drv.stream import Event, Stream
 from ..errors import ContextLost, DriverError
 from ..host_memory import host_memory
 from ..kernels.bind import Kernels
+from ..kernels.tables import DRAWN
 from ..ledger import Ledger
 from ..lifetime import Owner, Undo
 from ..model.layout import Layout, Limits, arena_bytes
 from ..model.pack import PackBase
-from ..model.steps import Step, body_steps, draw_steps, head_steps
+from ..model.steps import Step, ahead_steps, body_steps, draw_steps, head_steps
 from ..state.experts import ExpertStore
 from ..state.kv import PagePool
 from ..state.ngram import NgramRows
@@ -39,15 +40,20 @@ from ..state.tables import DeviceTables
 from ..state.upload import Uploader
 from ..state.weights import WeightStore
 from .deep import DeepPass, address_of
-from .graphs import GraphSet
+from .graphs import GraphSet, Identity, fingerprint_of
 from .plan import Sizer
 from .sequence import Sampling, Sequence
 
-__all__ = ["BODY", "HEAD", "TOKEN", "Progress", "Rank"]
+__all__ = ["BODY", "HEAD", "NEXT", "STEP", "TOKEN", "Progress", "Rank"]
 
 BODY = "body"  # state advances, no logits
-TOKEN = "token"  # the same, then head and draws
 HEAD = "head"  # head and draws of rows whose streams, last expert output and inject lie in the scratch
+TOKEN = "token"  # body, then head: two graphs
+NEXT = "next"  # head and draws of rows that all draw, then the tables' rows become those of the next token
+STEP = "step"  # body, then next: two graphs
+_PARTS = {BODY: (BODY,), HEAD: (HEAD,), NEXT: (NEXT,), TOKEN: (BODY, HEAD), STEP: (BODY, NEXT)}
+_HEADS = (HEAD, NEXT)
+_IDENTITIES = 4096  # kept; window patterns are many
 Progress = Callable[[str, int, int], None]  # what, done, of all; bytes
 
 
@@ -107,6 +113,9 @@ class Rank(Owner):
         self.work = {name: self._work.span(name, size) for name, size in layout.work.items()}
         self._draws = undo.enter_context(PinnedArena(ctx, "draws", 8 * layout.rows_cap))
         self._draw_span = self._draws.span("draws", 8 * layout.rows_cap)
+        self._ahead = undo.enter_context(PinnedArena(ctx, "ahead", layout.ahead_bytes))
+        self._ahead_span = self._ahead.span("ahead", layout.ahead_bytes)
+        self._ahead.host()[:] = 0
         self.weights = undo.enter_context(WeightStore(ctx, layout, pack))
         self.ngram: NgramRows | None = None
         table_bytes = planned.pinned["ngram"]
@@ -118,13 +127,18 @@ class Rank(Owner):
         self._load(pack, progress, planned.device["weights"] + self.experts.size_bytes + table_bytes)
         self.weights.describe(self.stream, self.tables, self.work)
         self._spans: dict[str, Span] = {**self.work, **self.weights.spans, **self.tables.spans}
+        self._spans["ahead"] = self._ahead_span
         if self.ngram is not None:
             self._spans |= self.ngram.spans
-        self._launches: dict[tuple[str, int], list[Launch]] = {}
+        self._launches: dict[tuple[str, int, int], list[Launch]] = {}
+        self._identities: dict[tuple[str, int, tuple[int, ...], int], Identity] = {}
         self.graphs = undo.enter_context(
             GraphSet(
                 ctx,
-                (self.kernels, self.tables, self.pages, self.slots, self._work, self.weights, self.experts),
+                (self.kernels, self.tables, self.pages, self.slots, self._work, self._ahead, self.weights,
+                 self.experts),
+                layout.limits,
+                _HEADS,
             )
         )
         undo.callback(self._close_deep)
@@ -195,7 +209,7 @@ class Rank(Owner):
         for bucket in sorted({1, self.layout.rows_cap}):
             self.tables.round[0]["rows_cap"] = bucket
             self.tables.publish(self.stream)
-            for launch in self.launches(TOKEN, bucket):
+            for launch in self.launches(STEP, bucket):
                 launch.run(self.stream)
         self.stream.synchronize()
 
@@ -211,41 +225,90 @@ class Rank(Owner):
     def programmatic(self, wanted: bool) -> None:
         if wanted == self._programmatic:
             return
-        self.stream.synchronize()
-        self.graphs.drop()
+        for path in self.graphs.paths:
+            self.graphs.drop(path, self.stream)
+        self._identities.clear()
         self._programmatic = wanted
         for launches in self._launches.values():
             for launch in launches:
                 launch.programmatic = wanted and self.kernels.may_lead(launch.name)
 
-    def steps(self, path: str) -> list[Step]:
-        """The walk of one round as plain data, in the order of `launches`."""
-        steps = [] if path == HEAD else list(body_steps(self.layout, self._embed_bf16, self._ngram_bits))
-        return steps if path == BODY else [*steps, *head_steps(self.layout), *draw_steps(self.layout)]
+    @property
+    def spans(self) -> dict[str, Span]:
+        """Everything that launches point into, by name; with the deep pass's where it is there."""
+        return dict(self._spans if self.deep is None else self.deep.spans)
 
-    def launches(self, path: str, bucket: int) -> list[Launch]:
-        """The launches of one round: path BODY, TOKEN or HEAD, padded to `bucket` rows."""
-        key = (path, bucket)
+    def steps(self, path: str, context: int = 0) -> list[Step]:
+        """The walk of one round as plain data, in the order of `launches`.  context: as in `body_steps`."""
+        if path == BODY:
+            return list(body_steps(self.layout, self._embed_bf16, self._ngram_bits, context))
+        if path == HEAD:
+            return [*head_steps(self.layout), *draw_steps(self.layout)]
+        if path == NEXT:
+            return [*self.steps(HEAD), *ahead_steps(self.layout)]
+        return [step for part in _PARTS[path] for step in self.steps(part, context)]
+
+    def launches(self, path: str, bucket: int, context: int = 0) -> list[Launch]:
+        """The launches of one round: path BODY, HEAD, TOKEN, NEXT or STEP, padded to `bucket` rows.
+
+        context: tokens that the attention grids reach, a value of Layout.context_bucket; 0 = all.
+        """
+        context = 0 if path in _HEADS else context or self.layout.limits.context_tokens
+        key = (path, bucket, context)
         if key not in self._launches:
-            self._launches[key] = [self._bind(step, bucket) for step in self.steps(path)]
+            if path in (TOKEN, STEP):
+                made = [each for part in _PARTS[path] for each in self.launches(part, bucket, context)]
+            else:
+                made = [self._bind(step, bucket) for step in self.steps(path, context)]
+            self._launches[key] = made
         return self._launches[key]
 
-    def forward(self, path: str, bucket: int) -> None:
-        """Publish the tables and run one round on the compute stream; returns before it is done.
+    def rebind(self) -> None:
+        """Bind all launches anew from the spans as they are.  Where an address has changed the path's graphs
+        are dropped at its next round."""
+        self._launches.clear()
+        self._identities.clear()
 
-        Replays the round's graph where graphs are wanted and can be made, else runs its launches; same bytes.
+    def identity(
+        self, path: str, bucket: int, pattern: tuple[int, ...] = (), context: int = 0
+    ) -> Identity:
+        """What a graph of path BODY, HEAD or NEXT is kept under.  pattern, context: of BODY alone."""
+        if path in _HEADS:
+            pattern, context = (), 0
+        key = (path, bucket, pattern, context)
+        found = self._identities.get(key)
+        if found is None:
+            if len(self._identities) >= _IDENTITIES:
+                self._identities.clear()
+            layout = self.layout
+            geometry = layout.pages
+            found = self._identities[key] = Identity(
+                path, bucket, pattern, context,
+                f"{layout.n_pages}x{geometry.kv_bytes}+{geometry.index_bytes}/{layout.pages_per_sequence}",
+                self.experts.n_lines if layout.offloads else -1,
+                (0, 1),
+                fingerprint_of(self._graph_launches(path, bucket, context)),
+            )
+        return found
+
+    def forward(self, path: str, bucket: int, pattern: tuple[int, ...] = (), longest: int = 0,
+                times: int = 1) -> None:
+        """Publish the tables and run one round on the compute stream; returns before it is done.
+        With path STEP `times` rounds, one token each.
+
+        Replays the round's graphs where they are wanted and can be made, else runs its launches; same bytes.
+        pattern: rows of each window.  longest: tokens of the longest sequence after the round.
 
         observer, when set, is called after every launch of an eager round, with the launch done.
         """
         with self.ctx.active():
-            launches = self.launches(path, bucket)
             self.tables.publish(self.stream)
-            replayed = False
-            if self.use_graphs and self.observer is None:
-                replayed = self.graphs.replay((path, bucket), launches, self.stream)
-            if not replayed:
-                self._eager(launches)
-            if path != BODY:
+            context = self.layout.context_bucket(longest)
+            for part in _PARTS[path] * times:
+                self._run(part, bucket, pattern, context)
+            if path == STEP:
+                self.stream.record(self._done)
+            elif path != BODY:
                 size = 4 * bucket
                 copy_async(self.stream, self._draw_span.sub(0, size), self.work["tokens"].sub(0, size), size)
                 copy_async(
@@ -254,13 +317,22 @@ class Rank(Owner):
                 self.stream.record(self._done)
                 self._n_drawn = bucket
 
-    def _eager(self, launches: list[Launch]) -> None:
-        for launch in launches:
+    def _run(self, path: str, bucket: int, pattern: tuple[int, ...], context: int) -> None:
+        """Body or head of a round."""
+        if self.use_graphs and self.observer is None:
+            identity = self.identity(path, bucket, pattern, context)
+            if self.graphs.replay(identity, self._graph_launches(path, bucket, context), self.stream):
+                return
+        for launch in self.launches(path, bucket, context):
             launch.run(self.stream)
             if self.observer is not None:
                 self.stream.synchronize()
                 self.observer(launch)
-        self.graphs.counters.eager_rounds += 1
+        self.graphs.ran_eagerly(path)
+
+    def _graph_launches(self, path: str, bucket: int, context: int) -> list[Launch]:
+        """What a graph of this path captures; an eager round runs `launches`."""
+        return self.launches(path, bucket, context)
 
     def read_draws(self) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, status), u32 of the last round's padded rows, after it is done."""
@@ -268,6 +340,14 @@ class Rank(Owner):
             self._done.synchronize()
         drawn = self._draws.host(self._draw_span).view("<u4").copy()
         return drawn[: self._n_drawn], drawn[self._n_drawn : 2 * self._n_drawn]
+
+    def read_ahead(self) -> np.ndarray:
+        """(sequences, steps_ahead) DRAWN: by slot what the rounds of the last STEP drew, after they are done.
+        How many of a slot's entries are new follows from what it was allowed to draw and from its tokens."""
+        with self.ctx.active():
+            self._done.synchronize()
+        drawn = self._ahead.host(self._ahead_span).view(DRAWN).reshape(self.layout.limits.sequences, -1)
+        return drawn.copy()
 
     def read_logits(self, first_row: int, n_rows: int) -> np.ndarray:
         """(n_rows, V) float32 of the last round."""

@@ -17,8 +17,8 @@ from ..model.layout import bucket_of
 from .rank import BODY, TOKEN, Rank
 from .sequence import Sequence
 
-__all__ = ["EMIT_DRAW", "EMIT_LOGITS", "RoundResult", "Window", "check_windows", "nan_logit", "run_round",
-           "set_sampling"]
+__all__ = ["EMIT_DRAW", "EMIT_LOGITS", "RoundResult", "Window", "check_windows", "fill_round", "nan_logit",
+           "run_round", "set_sampling"]
 
 EMIT_LOGITS = 1
 EMIT_DRAW = 2
@@ -64,7 +64,7 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
         sequence = window.sequence
         rank.pages.reserve(sequence.i_slot, sequence.position + window.n_rows)
     bucket = bucket_of(n_rows)
-    _fill(rank, windows, n_rows, bucket)
+    fill_round(rank, windows, bucket)
     if rank.ngram is not None:
         with rank.ctx.active():
             rank.ngram.gather(rank.tables.rows[:n_rows])
@@ -73,7 +73,9 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
         if rank.ngram is not None:
             with rank.ctx.active():
                 rank.ngram.publish(rank.stream)
-        rank.forward(TOKEN if head else BODY, bucket)
+        pattern = tuple(window.n_rows for window in windows)
+        longest = max(window.sequence.position + window.n_rows for window in windows)
+        rank.forward(TOKEN if head else BODY, bucket, pattern, longest)
         for window in windows:
             window.sequence.n_done += window.n_rows
     except BaseException as error:  # some launches may have run: no state is where n_done says
@@ -135,7 +137,9 @@ def nan_logit(sequence: Sequence, position: int) -> ContractError:
     )
 
 
-def _fill(rank: Rank, windows: List[Window], n_rows: int, bucket: int) -> None:
+def fill_round(rank: Rank, windows: List[Window], bucket: int) -> None:
+    """Write the rows and runs of a round, padded to `bucket` rows; seen after the next publish."""
+    n_rows = sum(window.n_rows for window in windows)
     tables, eos = rank.tables, rank.layout.config.eos_id
     tables.round[0]["n_rows"], tables.round[0]["n_runs"] = n_rows, len(windows)
     tables.round[0]["rows_cap"] = bucket

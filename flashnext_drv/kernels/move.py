@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import planted_move, planted_token
+from . import planted_ahead, planted_move, planted_token
 from .limits import limits_of
 from .spec import PTR, U32, U64, Arg, Case, KernelSpec
 
-__all__ = ["KERNELS", "LINE_FILL", "LINE_RESOLVE", "SYNTH_FILL"]
+__all__ = ["COUNT_REPLAY", "KERNELS", "LINE_FILL", "LINE_RESOLVE", "SYNTH_FILL"]
 
 _FILL: Final[dict[str, int | str]] = {"kind": "words", "first": 0, "count": 4096, "at": 0}
 
@@ -204,4 +204,30 @@ LINE_FILL: Final = KernelSpec(
     ),
 )
 
-KERNELS: Final[tuple[KernelSpec, ...]] = (SYNTH_FILL, LINE_RESOLVE, LINE_FILL)
+COUNT_REPLAY: Final = KernelSpec(
+    name="count_replay",
+    source="move/count_replay.cu",
+    order="",
+    args=(
+        Arg("round", PTR, "FnRound[1]", "r"),
+        Arg("counts", PTR, "(2,) u64: replays, rows that were live in them", "rw"),
+    ),
+    grid="1",
+    block=32,
+    programmatic=True,
+    limits=limits_of("count_replay"),
+    reference="ahead.count_replay",
+    bound="exact: integers only",
+    exempt={**_INTEGERS, "mates": "it reads how many rows there are and none of them",
+            "integers": "works on integers alone: every case is exact"},
+    controls=planted_ahead.COUNT_REPLAY,
+    cases=(
+        Case("first", {"rows": 1, "runs": 1, "replays": "0", "counted": "0"}),
+        Case("rows_of_runs", {"rows": 7, "runs": 2, "replays": "41", "counted": "300"}),
+        Case("no_rows", {"rows": 0, "runs": 0, "replays": "9", "counted": "9"}),
+        Case("above_a_word", {"rows": 16, "runs": 16, "replays": str(2**32 - 1), "counted": str(2**32 - 5)}),
+        Case("wraps", {"rows": 3, "runs": 3, "replays": str(2**64 - 1), "counted": str(2**64 - 1)}),
+    ),
+)
+
+KERNELS: Final[tuple[KernelSpec, ...]] = (SYNTH_FILL, LINE_RESOLVE, LINE_FILL, COUNT_REPLAY)

@@ -1,6 +1,7 @@
-"""numpy dtypes of the device tables in cuda_src/tables.cuh; a host test compares sizes and offsets of both.
+"""numpy dtypes of the device tables in cuda_src/tables.cuh and token/ahead.cuh; a host test compares sizes
+and offsets of both sides.
 
-Used by state/tables.py (host shadows) and the contract cases.  Field meanings stand in tables.cuh.
+Used by state/tables.py (host shadows) and the contract cases.  Field meanings stand there.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from typing import Final
 
 import numpy as np
 
-__all__ = ["CACHE", "CODEBOOKS", "COUNTERS", "FILL", "FORMAT_BF16", "FORMAT_EXL3", "FORMAT_F16", "HOME",
-           "LINE", "LINEAR", "NO_LINE", "PAGE", "PAGE_TOKENS", "ROUND", "ROUTE", "ROW", "RUN", "SLOT", "TILE",
-           "USE", "WEIGHT", "exl3_format"]
+__all__ = ["AHEAD", "CACHE", "CODEBOOKS", "COUNTERS", "DRAWN", "FILL", "FORMAT_BF16", "FORMAT_EXL3",
+           "FORMAT_F16", "HOME", "LINE", "LINEAR", "MOST_STOPS", "NO_LINE", "PAGE", "PAGE_TOKENS", "ROUND",
+           "ROUTE", "ROW", "RUN", "SLOT", "TILE", "USE", "WEIGHT", "exl3_format"]
 
 PAGE_TOKENS: Final = 64
 FORMAT_EXL3: Final = 0
 FORMAT_F16: Final = 1
 FORMAT_BF16: Final = 2
 NO_LINE: Final = 0xFFFFFFFF
+MOST_STOPS: Final = 12
 CODEBOOKS: Final = ("3inst", "mcg", "mul1")
 
 ROUND: Final = np.dtype([("n_rows", "<u4"), ("n_runs", "<u4"), ("rows_cap", "<u4"), ("version", "<u4")])
@@ -42,6 +44,9 @@ COUNTERS: Final = ("hits", "misses", "fills", "evictions", "filled_bytes", "in_p
 CACHE: Final = np.dtype([("lines", "<u8"), ("line_bytes", "<u4"), ("n_lines", "<u4"), ("clock", "<u4"),
                          ("n_fills", "<u4"), *((name, "<u8") for name in COUNTERS)])
 FILL: Final = np.dtype([("to", "<u8"), ("from", "<u8"), ("bytes", "<u4"), ("pad", "<u4")])
+AHEAD: Final = np.dtype([("left", "<u4"), ("drawn", "<u4"), ("n_stops", "<u4"), ("pad", "<u4"),
+                         ("stops", "<u4", (MOST_STOPS,))])
+DRAWN: Final = np.dtype([("token", "<u4"), ("status", "<u4")])
 
 
 def exl3_format(bits: float, codebook: str) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from . import planted_ahead
 from . import planted_token as planted
 from .limits import limits_of
 from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec
@@ -221,4 +222,41 @@ DRAW_ROWS: Final = KernelSpec(
            Case("flat_4096", {"cap": 8, "vocab": 4096, "kind": "flat"}, shows=("integers",)),
            Case("real_vocab", {"cap": 3, "vocab": 248_320, "kind": "real"})))
 
-KERNELS: Final = (EMBED_ROWS, ROPE_ROWS, NGRAM_ROWS, PLE_MIX, PLE_GATE, PLE_CONV, PLE_TAIL, DRAW_ROWS)
+def _ahead(name: str, what: str, cap: int, steps: int, *shows: str) -> Case:
+    """what: a letter a row (check/cases_ahead.py)."""
+    return Case(name, {"what": what, "cap": cap, "steps": steps}, shows=shows)
+
+
+ADVANCE_ROWS: Final = KernelSpec(
+    name="advance_rows", source="token/advance_rows.cu", order="",
+    args=(Arg("round", PTR, "FnRound[1]", "rw"),
+          Arg("rows", PTR, "FnRow[rows_cap]", "rw"),
+          Arg("runs", PTR, "FnRun[rows_cap], one row each", "rw"),
+          Arg("aheads", PTR, "FnAhead[n_slots]", "rw"),
+          Arg("tokens", PTR, "(rows_cap) u32 of draw_rows", "r"),
+          Arg("status", PTR, "(rows_cap) u32 of draw_rows", "r"),
+          Arg("ring", PTR, "FnDrawn (n_slots, ring_steps), may be mapped host memory", "w"),
+          Arg("ring_steps", U32, "places of the ring a slot, 1 or more")),
+    grid="(1)", block=32, limits=limits_of("advance_rows"), programmatic=True,
+    reference="ahead.advance_rows", bound="exact: integers only",
+    exempt={"order": "no sum", "mates": "rows move to the front: the tables are compared whole",
+            "integers": "works on integers alone: every case is exact",
+            "midpoints": "works on integers alone"},
+    controls=planted_ahead.ADVANCE_ROWS,
+    cases=(_ahead("one_row", "g", 1, 4),
+           _ahead("one_row_stops", "s", 1, 1),
+           _ahead("last_token", "l", 2, 8),
+           _ahead("all_go_on", "gggg", 4, 8),
+           _ahead("stops", "gsgSgcsS", 8, 8),
+           _ahead("gaps", "lgggslgn", 8, 5),
+           _ahead("padding", "gsg", 8, 4),
+           _ahead("nan", "gnlng", 6, 4, "nonfinite"),
+           _ahead("ring_ends", "grogrogg", 8, 3),
+           _ahead("unasked", "gegzeg", 6, 4),
+           _ahead("none_left", "zzz", 4, 4),
+           _ahead("no_rows", "", 4, 4),
+           _ahead("sixteen", "gsglgcgnggSgrgog", 16, 8),
+           _ahead("most", "gggsgggg" * 4, 32, 2)))
+
+KERNELS: Final = (EMBED_ROWS, ROPE_ROWS, NGRAM_ROWS, PLE_MIX, PLE_GATE, PLE_CONV, PLE_TAIL, DRAW_ROWS,
+                  ADVANCE_ROWS)

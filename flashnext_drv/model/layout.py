@@ -19,6 +19,7 @@ from .linears import Group, model_groups
 
 __all__ = [
     "BUCKETS",
+    "CONTEXT_BUCKET",
     "DEEP_MODES",
     "MAX_CHUNK",
     "MAX_LINES",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 BUCKETS = (1, 2, 4, 8, 16)
+CONTEXT_BUCKET = 2048  # tokens that the attention grids of the smallest round reach
 MAX_CHUNK = 16384
 DEEP_MODES = ("open", "request", "off")
 NGRAM_MODES = ("pinned", "mapped")
@@ -52,8 +54,12 @@ class Limits:
     bytes.
     device_bytes: device memory that the engine counts with, 0 = what the driver reports free less
     reserve_bytes; the plan and the reserves of experts and server must fit into it.
-    graph: replay captured graphs in decode.  primary_context: use the device's primary context instead of
-    an own one.
+    graph: replay captured graphs in decode.  graphs: executables kept at most, those used longest ago go
+    first.  graph_floor_bytes: free device memory below which the oldest quarter of them goes; 0 = half of
+    reserve_bytes.  graph_after: 1 makes a graph for the first round of its kind, 2 for the second.
+    graph_async: executables are made on another thread while rounds run eagerly.
+    steps_ahead: most tokens that decode draws before the host looks at them, 1..64.
+    primary_context: use the device's primary context instead of an own one.
     page_order: "forward", "reversed" or "shuffled:<seed>": which physical pages a sequence is given.
     chunk: most rows of a prompt's segment, 1..16384; 0 = what the memory plan allows (`deep_layouts`).
     deep: buffers of the deep prompt pass: "open" reserves them at open, "request" at the first prompt that
@@ -80,6 +86,11 @@ class Limits:
     device_bytes: int = 0
     reserve_bytes: int = 256 << 20
     graph: bool = True
+    graphs: int = 64
+    graph_floor_bytes: int = 0
+    graph_after: int = 1
+    graph_async: bool = False
+    steps_ahead: int = 4
     primary_context: bool = False
     page_order: str = "forward"
     chunk: int = 0
@@ -104,6 +115,10 @@ class Limits:
             ("rows", 1, 16),
             ("prompt_rows", 1, 16),
             ("device_bytes", 0, 1 << 50),
+            ("graphs", 2, 4096),
+            ("graph_floor_bytes", 0, 1 << 50),
+            ("graph_after", 1, 2),
+            ("steps_ahead", 1, 64),
             ("reserve_bytes", 0, 1 << 50),
             ("chunk", 0, MAX_CHUNK),
             ("deep_rows", 1, 1 << 20),
@@ -270,7 +285,11 @@ class Layout:
     @property
     def max_blocks(self) -> int:
         """Complete index blocks of the longest sequence, rounded up to a warp's 16."""
-        return -(-(self.limits.context_tokens // self.config.index_ratio) // 16) * 16 or 16
+        return self.blocks_of(self.limits.context_tokens)
+
+    def blocks_of(self, context: int) -> int:
+        """Complete index blocks of `context` tokens, rounded up to a warp's 16."""
+        return -(-(context // self.config.index_ratio) // 16) * 16 or 16
 
     @property
     def budget(self) -> int:
@@ -280,9 +299,18 @@ class Layout:
     def max_parts(self) -> int:
         """Attention parts of 64 list entries: the selected blocks' tokens and a tail, or the whole
         context."""
-        return -(
-            -min(self.config.index_budget + self.config.index_ratio - 1, self.limits.context_tokens) // 64
-        )
+        return self.parts_of(self.limits.context_tokens)
+
+    def parts_of(self, context: int) -> int:
+        """Attention parts of a sequence of up to `context` tokens."""
+        return -(-min(self.config.index_budget + self.config.index_ratio - 1, context) // 64)
+
+    def context_bucket(self, n_tokens: int) -> int:
+        """Smallest of CONTEXT_BUCKET * 2^i that holds n_tokens, at most Limits.context_tokens."""
+        bucket = CONTEXT_BUCKET
+        while bucket < n_tokens:
+            bucket *= 2
+        return min(bucket, self.limits.context_tokens)
 
     @property
     def moe_units(self) -> tuple[int, int]:
@@ -306,13 +334,18 @@ class Layout:
             out.append(at_out.take(rows * member.n * 4))
         return x, part, out
 
+    @property
+    def ahead_bytes(self) -> int:
+        """The pinned ring of drawn tokens, FnDrawn (sequences, steps_ahead)."""
+        return self.limits.sequences * self.limits.steps_ahead * t.DRAWN.itemsize
+
     def table_bytes(self) -> int:
         """The tables arena: round rows, slots, pages, linear descriptors, expert lines, line caches."""
         at = Cursor()
         at.take(
             t.ROUND.itemsize
             + self.rows_cap * (t.ROW.itemsize + t.RUN.itemsize)
-            + self.limits.sequences * t.SLOT.itemsize
+            + self.limits.sequences * (t.SLOT.itemsize + t.AHEAD.itemsize)
         )
         at.take(self.limits.sequences * self.pages_per_sequence * t.PAGE.itemsize)
         for group in self.groups.values():

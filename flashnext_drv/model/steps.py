@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ..kernels.tables import FORMAT_BF16, FORMAT_F16
 from .layout import Layout
 
-__all__ = ["Step", "Value", "body_steps", "draw_steps", "head_steps"]
+__all__ = ["Step", "Value", "ahead_steps", "body_steps", "draw_steps", "head_steps"]
 
 Value = str | int | float
 FILL_BLOCKS = 64  # of line_fill; 8 reach the link's rate
@@ -33,11 +33,15 @@ class Step:
     scope: str = ""
 
 
-def body_steps(layout: Layout, embed_bf16: bool, ngram_bits: Mapping[int, int]) -> Iterator[Step]:
+def body_steps(
+    layout: Layout, embed_bf16: bool, ngram_bits: Mapping[int, int], context: int = 0
+) -> Iterator[Step]:
     """Everything from token ids to the streams after the last layer.
 
     embed_bf16: dtype of the embedding rows.  ngram_bits: per PLE layer the table's width, 0 for plain bf16
     rows. The last layer's expert output is left in y; the head's first step adds it.
+    context: tokens that the grids of attention reach, at least those of the longest sequence; 0 =
+    Limits.context_tokens.  The bytes do not depend on it.
     """
     c = layout.config
     yield Step(
@@ -73,7 +77,7 @@ def body_steps(layout: Layout, embed_bf16: bool, ngram_bits: Mapping[int, int]) 
                 pending = False
             yield from _ple(layout, i_layer, ngram_bits[i_layer])
         yield from _site(layout, f"{stem}.attn_site", pending)
-        yield from _gdn(layout, i_layer) if kind == "gdn" else _qsa(layout, i_layer)
+        yield from _gdn(layout, i_layer) if kind == "gdn" else _qsa(layout, i_layer, context)
         yield from _site(layout, f"{stem}.mlp_site", True)
         yield from _moe(layout, i_layer)
         pending = True
@@ -99,6 +103,24 @@ def draw_steps(layout: Layout) -> Iterator[Step]:
             "vocab": layout.config.vocab,
         },
         "draw",
+    )
+
+
+def ahead_steps(layout: Layout) -> Iterator[Step]:
+    """Behind the draws: the rows of the next token; drawn tokens go to the pinned ring."""
+    yield Step(
+        "advance_rows",
+        (1,),
+        {
+            "rows": "rows",
+            "runs": "runs",
+            "aheads": "aheads",
+            "tokens": "tokens",
+            "status": "status",
+            "ring": "ahead",
+            "ring_steps": layout.limits.steps_ahead,
+        },
+        "ahead",
     )
 
 
@@ -240,7 +262,8 @@ def _gdn(layout: Layout, i_layer: int) -> Iterator[Step]:
     yield from _finish(layout, f"{stem}.gdn_out")
 
 
-def _qsa(layout: Layout, i_layer: int) -> Iterator[Step]:
+def _qsa(layout: Layout, i_layer: int, context: int) -> Iterator[Step]:
+    context = context or layout.limits.context_tokens
     c, stem, geometry = layout.config, f"L{i_layer}", layout.pages
     group = f"{stem}.qsa_in"
     yield from _linears(layout, group, "m", c.hidden)
@@ -278,7 +301,7 @@ def _qsa(layout: Layout, i_layer: int) -> Iterator[Step]:
     )
     yield Step(
         "index_score",
-        (min(-(-layout.max_blocks // 64), 264), "rows"),
+        (min(-(-layout.blocks_of(context) // 64), 264), "rows"),
         {
             **row,
             **index,
@@ -313,7 +336,7 @@ def _qsa(layout: Layout, i_layer: int) -> Iterator[Step]:
     }
     yield Step(
         "qsa_attn",
-        (layout.max_parts, n_kv, "rows"),
+        (layout.parts_of(context), n_kv, "rows"),
         {**row, **kv, **parts, "q16": "q16", "sel": "sel", "n_kv": n_kv},
         group,
     )

@@ -4,8 +4,11 @@ Used by ring.py, which does what stands here; pure, so that tests can follow eve
 true: every used expert of a layer stands in exactly one batch; a bank is filled again only after the batches
 that read it were issued; nothing that was prefetched is used for another layer.
 
-    layer i     residents | bank 0 | bank 1 | bank 2 | bank 3 | bank 0 ...      batches, in the order of issue
-    fills                   4 <- i   5 <- i   ..  then banks for layer i + 1, each as soon as it is free
+    layer i     bank 0 | bank 1 | bank 2 | bank 3 | bank 0 | residents | bank 1     batches, in order of issue
+    fills              0 <- i   1 <- i   then banks for layer i + 1, each as soon as it is free
+
+The residents need no copy: they come first where nothing was prefetched, and last but one where something
+was, so that banks come free early and the last copies have time.
 """
 
 from __future__ import annotations
@@ -87,10 +90,13 @@ class Banks:
         in_place, streamed = np.flatnonzero(used & resident), used & ~resident
         batches = deque(self._prefetched(i_layer, streamed))
         rest = np.flatnonzero(streamed)
-        order: list[Fill | Batch] = [Batch(NO_BANK, in_place, in_place)]
-        counters["in_place"] += len(in_place)
-        n_waits = 0
+        n_batches = len(batches) + -(-len(rest) // self.n_lines)
+        before = n_batches - 1 if batches else 0  # of the banks' batches, the one that the residents precede
+        order: list[Fill | Batch] = []
+        i_batch = 0
         while True:
+            if i_batch == before:
+                order.append(Batch(NO_BANK, in_place, in_place))
             while self._free and len(rest):
                 fill = self._fill(i_layer, rest[: self.n_lines], ahead=False)
                 rest = rest[self.n_lines :]
@@ -104,11 +110,12 @@ class Banks:
                 break
             batch = batches.popleft()
             order.append(batch)
-            n_waits += 1
+            i_batch += 1
             self._read[batch.bank] = True
             self._free.append(batch.bank)
-        counters["waits"] += n_waits
-        counters["batches"] += n_waits + 1
+        counters["in_place"] += len(in_place)
+        counters["waits"] += n_batches
+        counters["batches"] += n_batches + 1
         return order
 
     def _prefetched(self, i_layer: int, streamed: Mask) -> list[Batch]:

@@ -5,7 +5,7 @@ stay true: a launch reads a bank after the event of its fill; a bank is filled a
 that read it; staging is written while no launch that reads it is under way; which experts are resident does
 not change during a chunk.
 
-    compute  plan > routed | tables | residents | wait full 0 | bank 0 | free 0 | wait full 1 | bank 1 | ...
+    compute  plan > routed | tables | wait full 0 | bank 0 | free 0 | wait full 1 | bank 1 | free 1 | ...
     host                  ^ reads the plan, writes the tables, gives out the rest of the layer
     copy     ... full 0 | ... full 1 | wait free 0 | ... full 0 | wait free 1 | ...
 
@@ -205,8 +205,11 @@ class Ring(Owner):
         size = np.uint64(self._line_bytes[i_layer])
         batch_of = np.zeros(self._n_experts + 1, np.int64)
         bases = self._homes[i_layer].copy()
-        for i_batch, batch in enumerate(batches[1:], 1):
+        for i_batch, batch in enumerate(batches):
             batch_of[batch.experts] = i_batch
+            if batch.bank == NO_BANK:
+                batch_of[-1] = i_batch
+                continue
             bases[batch.experts] = np.uint64(self._bases[batch.bank]) + batch.lines.astype(np.uint64) * size
         experts = np.concatenate([batch.experts for batch in batches])
         placed = self._store.line_rows(i_layer, experts, bases[experts])
@@ -261,8 +264,9 @@ class _Clocks(Owner):
             return _Lap(None, stream)
         if len(self._kinds) == len(self._pairs):
             name = f"ring.clock{len(self._pairs)}"
-            pair = [self._undo.enter_context(Event(self._ctx, name, timing=True)) for _ in range(2)]
-            self._pairs.append((pair[0], pair[1]))
+            start = self._undo.enter_context(Event(self._ctx, f"{name}.start", timing=True))
+            end = self._undo.enter_context(Event(self._ctx, f"{name}.end", timing=True))
+            self._pairs.append((start, end))
         self._kinds.append(kind)
         return _Lap(self._pairs[len(self._kinds) - 1], stream)
 

@@ -5,8 +5,8 @@ rounds. What must stay true: the device tables lie at fixed addresses for the ra
 launches keep their arguments; a round sees exactly the bytes of the last publish before it on the same
 stream.
 
-    device arena "tables":  [round | rows | runs | slots] [pages: sequences x pages] [linears ...] [lines ...]
-    pinned "tables.staging": two halves of [round .. slots | pages]; a half is written again after the event
+    device arena "tables": [round | rows | runs | slots | aheads] [pages: sequences x pages] [linears] [lines]
+    pinned "tables.staging": two halves of [round .. aheads | pages]; a half is written again after the event
     that its last copy recorded
 """
 
@@ -27,8 +27,8 @@ __all__ = ["DeviceTables", "shadow_bytes", "staging_bytes"]
 class DeviceTables(Owner):
     """Owns the tables arena and its staging.
 
-    round (1,), rows and runs (rows_cap,), slots (sequences,), pages (sequences, pages): host shadows, written
-    freely between publishes.  Page entries changed must be announced with `touch_pages`.
+    round (1,), rows and runs (rows_cap,), slots and aheads (sequences,), pages (sequences, pages): host
+    shadows, written freely between publishes.  Page entries changed must be announced with `touch_pages`.
     """
 
     def __init__(self, ctx: Context, layout: Layout) -> None:
@@ -60,12 +60,13 @@ class DeviceTables(Owner):
             ("rows", t.ROW, cap),
             ("runs", t.RUN, cap),
             ("slots", t.SLOT, n_slots),
+            ("aheads", t.AHEAD, n_slots),
         ):
             size = dtype.itemsize * count
             views.append(self._shadow[at : at + size].view(dtype))
             self.spans[name] = self._head.sub(at, size, f"tables.{name}")
             at += size
-        self.round, self.rows, self.runs, self.slots = views
+        self.round, self.rows, self.runs, self.slots, self.aheads = views
         self.pages = np.zeros((n_slots, n_pages), t.PAGE)
         self._dirty = (0, 0)
         self._used = [False, False]
@@ -126,8 +127,8 @@ def staging_bytes(layout: Layout) -> int:
 
 
 def _published(layout: Layout) -> tuple[int, int]:
-    """Bytes of the head (round, rows, runs, slots) and of the pages."""
+    """Bytes of the head (round, rows, runs, slots, aheads) and of the pages."""
     n_slots = layout.limits.sequences
     head = t.ROUND.itemsize + layout.rows_cap * (t.ROW.itemsize + t.RUN.itemsize)
     pages = n_slots * layout.pages_per_sequence * t.PAGE.itemsize
-    return head + n_slots * t.SLOT.itemsize, pages
+    return head + n_slots * (t.SLOT.itemsize + t.AHEAD.itemsize), pages

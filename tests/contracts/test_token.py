@@ -86,7 +86,7 @@ def ngram_operands(ids: np.ndarray, table: np.ndarray, *, width: int, dim: int, 
         "head_sizes": np.array(sizes, np.int64), "multipliers": np.array(multipliers, np.int64),
         "emb": poison((n, heads * dim), np.dtype(np.float16))}
     scalars: dict[str, int | float] = {"bits": width, "eos": eos, "n_heads": heads, "row_dim": dim,
-                                       "tiled": 0}
+                                       "tiled": 0, "gathered": 0}
     if bias is None:
         scalars["head_bias"] = 0
     else:

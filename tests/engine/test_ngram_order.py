@@ -15,6 +15,7 @@ from flashnext_drv.check.happens import Access, Recorder, findings
 from flashnext_drv.drv.stream import Event
 from flashnext_drv.engine.engine import Engine, Limits, Prefill
 from flashnext_drv.engine.prefill import Prompt, run_prompts
+from flashnext_drv.errors import UsageError
 from flashnext_drv.state.ngram import TableRows
 
 from . import prompts
@@ -88,3 +89,15 @@ def test_a_wait_left_out_is_reported(
         run(engine, PATHS[path])
     found = findings(recorder.calls)
     assert found and all("gather" in text for text in found), found[:3]
+
+
+def test_what_the_staging_needs_cannot_be_closed_before_it(engine: Engine) -> None:
+    rank = engine.rank
+    assert rank.deep is not None and rank.deep.ngram is not None
+    assert all("ngram" in owner.borrowers() for owner in (rank.ctx, rank._work))
+    assert {"deep.ngram", "ngram.half0", "ngram.half1"} <= set(rank.ctx.borrowers())
+    assert rank.deep.ngram.holds == (rank.ctx,)
+    for owner in (rank.ctx, rank._work):
+        with pytest.raises(UsageError):
+            owner.close()
+    run(engine, PATHS["rounds"])

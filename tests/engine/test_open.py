@@ -50,8 +50,10 @@ def test_every_owner_of_a_rank_holds_what_it_uses(open_micro: Callable[..., Engi
         assert set(rank.tables.borrowers()) >= {"pages", "slots", "graphs"}
         used: list[Owner] = [rank.ctx, rank.tables, rank.pages, rank.slots, rank.weights, rank.experts,
                              rank.kernels, rank._work]
+        graphs = {str(identity) for identity in rank.graphs.identities()}
+        assert {name.split(".")[0] for name in graphs} >= {"body", "head"}
         for owner in used:
-            assert {"body.rows1", "token.rows1"} <= set(owner.borrowers()) or owner.name == "context", owner
+            assert graphs <= set(owner.borrowers()) or owner.name == "context", owner
             with pytest.raises(UsageError, match="cannot be closed"):
                 owner.close()
             assert not owner.closed

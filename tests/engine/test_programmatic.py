@@ -79,11 +79,16 @@ def test_every_launch_of_a_round_may_lead_and_the_switch_drops_graphs(
         decode(engine, 1)
         launches = rank.launches(TOKEN, 1)
         assert rank.programmatic and all(launch.programmatic == can for launch in launches)
-        graph = rank.graphs.graph((TOKEN, 1))
-        assert len(graph.programmatic_edges()) == (len(launches) - 1 if can else 0)
+        assert rank.graphs.identities()
+        for identity in rank.graphs.identities():
+            graph = rank.graphs.graph(identity)
+            n_edges = len(graph.nodes()) - 1
+            assert len(graph.edges()) == n_edges
+            assert len(graph.programmatic_edges()) == (n_edges if can else 0)
         rank.programmatic = False
         assert not rank.graphs.identities()
         decode(engine, 1)
         assert not any(launch.programmatic for launch in rank.launches(TOKEN, 1))
-        graph = rank.graphs.graph((TOKEN, 1))
-        assert graph.programmatic_edges() == [] and len(graph.edges()) == len(launches) - 1
+        assert rank.graphs.identities()
+        for identity in rank.graphs.identities():
+            assert rank.graphs.graph(identity).programmatic_edges() == []

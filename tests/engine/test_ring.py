@@ -18,11 +18,14 @@ from flashnext_drv.drv.module import Launch
 from flashnext_drv.drv.stream import Event, Stream
 from flashnext_drv.engine.engine import Engine, Limits, Prefill
 from flashnext_drv.errors import FlashNextError
+from flashnext_drv.model.synth import SynthPack
 from flashnext_drv.sim import control
 from flashnext_drv.state.residency import Fill
+from flashnext_drv.state.ring import PREFETCH_SHARE
 
 from .prompts import IDS, LONG, N_NEW, deep
 from .ring_schedule import recorded
+from .test_experts import narrow
 
 pytestmark = pytest.mark.sim
 LIMITS = Limits(context_tokens=192, rows=16, prompt_rows=16, sequences=4, deep_rows=2, expert_lines=16,
@@ -156,9 +159,16 @@ def test_predictions_of_any_kind_leave_the_same_bytes(
 
 
 def test_few_rows_prefetch_nothing_of_their_own(engine: Engine, prompt_run: Callable[..., Any]) -> None:
-    before = ring(engine).banks.counters.copy()
-    prompt_run(engine, IDS[:2], deep())
-    assert counted(engine, before)["prefetched"] == 0
+    """For the first layer four rows an expert are wanted, for others a share of the layer before."""
+    for n_rows, first in ((2, 0), (15, 0), (16, 6)):
+        before = ring(engine).banks.counters["prefetched"].copy()
+        prompt_run(engine, IDS[:n_rows], deep())
+        prefetched = (ring(engine).banks.counters["prefetched"] - before).tolist()
+        assert prefetched[0] == first and (n_rows > 2 or not any(prefetched))
+    for share, n in ((PREFETCH_SHARE, 13), (PREFETCH_SHARE - 1e-9, 0)):
+        ring(engine)._share = share
+        assert len(ring(engine)._following(1)) == n
+    assert len(ring(engine)._following(engine.config.n_layers)) == 0
 
 
 def test_two_sequences_in_a_chunk_and_several_chunks(
@@ -313,8 +323,42 @@ def test_times_of_copies_and_waits(engine: Engine) -> None:
     finally:
         ring(engine).timing = False
     assert 0 <= took["copy_ms"] <= took["span_ms"] and took["wait_ms"] >= 0 and took["span_ms"] > 0
+    fills = waits = 4 * 5  # 13 experts a layer in banks of 3
+    clocks = ring(engine)._clocks
+    assert (len(clocks._of("copy")), len(clocks._of("wait"))) == (fills, waits)
     run_states(engine)
     assert ring(engine).timings() == {"copy_ms": 0.0, "span_ms": 0.0, "wait_ms": 0.0}
+
+
+def test_times_wait_for_the_chunk(engine: Engine) -> None:
+    """Also for copies that no launch waits for: each row's experts are in lines, all that is copied is
+    wasted."""
+    made = ring(engine)
+
+    def run() -> None:
+        with engine.sequence() as sequence:
+            sequence.extend(IDS[:1])
+            engine.prompt([sequence], prefill=deep())
+
+    used = used_of(engine, run)
+    with engine.rank.ctx.active():
+        engine.rank.experts.seat(engine.rank.stream, [np.flatnonzero(each).tolist() for each in used])
+    before = made.banks.counters.copy()
+    made.predict, made.timing = lambda i_layer: np.arange(16), True
+    try:
+        run()
+        assert made.timings()["wait_ms"] == 0.0
+    finally:
+        made.timing = False
+    counts = counted(engine, before)
+    assert counts["wasted"] == counts["copied_lines"] == 4 * 6 and counts["waits"] == 0
+
+
+def test_the_ring_holds_what_it_uses(engine: Engine) -> None:
+    rank = engine.rank
+    for owner in (rank.ctx, rank.stream, rank.experts):
+        assert "ring" in owner.borrowers()
+    assert "ring.clocks" in rank.ctx.borrowers()
 
 
 def test_a_ring_that_cannot_be_made_costs_time_only(
@@ -327,7 +371,9 @@ def test_a_ring_that_cannot_be_made_costs_time_only(
             engine.generate(IDS[:8], max_new_tokens=1, prefill=deep())
         rank = engine.rank
         assert ring(engine) is not None
-        rank._close_deep()
+        with faults.count_calls() as closing:
+            rank._close_deep()
+        assert "cuStreamSynchronize" in closing.names, "copies may be under way"
         rank.deep = None
         live = engine.ledger.live("device"), engine.ledger.live("pinned")
         assert "ring" not in live[0] and "ring.staging" not in live[1]
@@ -350,3 +396,44 @@ def test_the_walk_names_what_is_launched(engine: Engine) -> None:
         kernels = [step.kernel for step in made.steps(rows)]
         assert kernels == [launch.name for launch in made.launches(rows)]
         assert kernels.count("line_fill") == kernels.count("moe_deep_gu") == engine.config.n_layers
+
+
+@pytest.mark.parametrize("form", ["between layers", "in a layer"])
+def test_lines_of_different_lengths(
+    micro: Path, device: str, prompt_run: Callable[..., Any], tmp_path: Path, form: str
+) -> None:
+    """A bank holds lines as long as the layer's are, and guard zones behind it stay whole."""
+    limits = replace(LIMITS, expert_lines=None)
+    between = form == "between layers"
+    pack: Any = narrow(micro, tmp_path / "pack") if between else SynthPack("micro", mixed=True)
+    with Engine.open(pack, limits, device=device) as engine:
+        expected = prompt_run(engine, IDS[:40], Prefill(deep=False), n_new=2)
+    with Engine.open(pack, replace(limits, expert_lines=3), device=device) as engine:
+        experts = engine.rank.experts
+        lengths = [experts.bytes_of(i) for i in range(4)]
+        sizes = {experts.home(2, e)[2] for e in range(16)}
+        assert len(set(lengths) if between else sizes) > 1
+        before = ring(engine).banks.counters.copy()
+        assert not expected.differs(prompt_run(engine, IDS[:40], deep(chunk=23), n_new=2))
+        copied = ring(engine).banks.counters["copied_lines"] - before["copied_lines"]
+        assert counted(engine, before)["copied_bytes"] == int(copied @ np.array(lengths, np.uint64)) > 0
+        if engine.facts.is_simulator:
+            for arena in engine.rank.guarded_arenas():
+                arena.check_guards()
+
+
+@pytest.mark.parametrize("draw", range(6))
+def test_whatever_is_resident_predicted_and_cut(
+    engine: Engine, oracle: Any, prompt_run: Callable[..., Any], case_seed: int, draw: int
+) -> None:
+    """Experts in lines, predictions, chunk and the simulator's order drawn together."""
+    rng = np.random.default_rng([case_seed, draw])
+    layers = [rng.permutation(16)[: rng.integers(0, 17)].tolist() for _ in range(engine.config.n_layers)]
+    with engine.rank.ctx.active():
+        engine.rank.experts.seat(engine.rank.stream, layers)
+    ring(engine).predict = lambda i_layer: rng.permutation(16)[: rng.integers(0, 17)]
+    if engine.facts.is_simulator:
+        control.set_seed(int(rng.integers(0, 1000)))
+    chunk = int(rng.integers(1, 90))
+    found = prompt_run(engine, IDS, Prefill(chunk=chunk, deep_rows=int(rng.integers(1, 9))))
+    assert not oracle.differs(replace(found, tokens=oracle.tokens)), (case_seed, draw, chunk, layers)

@@ -12,6 +12,8 @@ from .sweep import N_NEW, PACK, PROMPT
 
 CALLS = ("cuStreamBeginCapture", "cuStreamEndCapture", "cuGraphInstantiate", "cuGraphUpload", "cuGraphLaunch")
 
+N_ROUNDS = len(PROMPT) + N_NEW - 1
+
 
 def opened(device_name: str) -> Engine:
     return Engine.open(PACK, Limits(context_tokens=64), device=device_name)
@@ -29,11 +31,14 @@ def test_failed_graph_call_ends_in_eager_rounds_with_the_same_tokens(
             made = engine.generate(PROMPT, max_new_tokens=N_NEW, stop_ids=())
         assert plan.fired == 1 and made.tokens == wanted.tokens
         counters = made.counters
-        assert (counters["graph_failures"], counters["eager_rounds"], counters["graph_replays"]) == (1, 2, 3)
-        assert list(engine.rank.graphs.off) == [("body", 1)] and call in engine.rank.graphs.off["body", 1]
+        found = [counters[name] for name in ("graph_failures", "eager_rounds", "graph_replays",
+                                             "head_replays", "eager_heads")]
+        assert found == [1, N_ROUNDS, 0, N_NEW, 0]
+        (identity, why), = engine.rank.graphs.off.items()
+        assert (identity.path, identity.rows) == ("body", 1) and call in why
         again = engine.generate(PROMPT, max_new_tokens=N_NEW, stop_ids=())
         assert again.tokens == wanted.tokens and again.counters["graph_failures"] == 0
-        assert again.counters["eager_rounds"] == 2, "an identity that is off stays off"
+        assert again.counters["eager_rounds"] == N_ROUNDS, "an identity that is off stays off"
 
 
 @pytest.mark.parametrize("call", ["cuStreamBeginCapture", "cuGraphInstantiate", "cuGraphUpload",
@@ -45,8 +50,8 @@ def test_graphs_that_always_fail_leave_all_rounds_eager(device_name: str, call: 
     with opened(device_name) as engine, faults.fail_nth(1, 2, only=call, forever=True):
         made = engine.generate(PROMPT, max_new_tokens=N_NEW, stop_ids=())
         assert made.tokens == wanted.tokens
-        assert (made.counters["graph_failures"], made.counters["graph_replays"]) == (2, 0)
-        assert made.counters["eager_rounds"] == len(PROMPT) + N_NEW - 1
+        assert (made.counters["graph_failures"], made.counters["graph_replays"]) == (3, 0)  # body, head, next
+        assert made.counters["eager_rounds"] == N_ROUNDS and made.counters["eager_heads"] == N_NEW
 
 
 def test_a_capture_that_cannot_be_ended_breaks_the_context(device_name: str) -> None:

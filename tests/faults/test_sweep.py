@@ -93,7 +93,7 @@ def test_calls_are_the_same_in_every_life(bench: sweep.Bench) -> None:
     with sweep.faults.count_calls() as count:
         assert bench.live(compute=True).tokens == bench.tokens
     assert count.names == bench.names, "skipping kernels may not change the calls"
-    assert len(count.names) > 1000 and len(bench.capturing) > 200
+    assert len(count.names) > 1000 and len(bench.capturing) > 100
 
 
 def test_sample_over_the_calls_of_closing(bench: sweep.Bench, case_seed: int) -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STRUCTS = {"FnRound": tables.ROUND, "FnRow": tables.ROW, "FnRun": tables.RUN, "FnSlot": tables.SLOT,
            "FnPage": tables.PAGE, "FnWeight": tables.WEIGHT, "FnLinear": tables.LINEAR, "FnLine": tables.LINE,
            "FnRoute": tables.ROUTE, "FnTile": tables.TILE, "FnHome": tables.HOME, "FnUse": tables.USE,
-           "FnCache": tables.CACHE, "FnFill": tables.FILL}
+           "FnCache": tables.CACHE, "FnFill": tables.FILL, "FnAhead": tables.AHEAD, "FnDrawn": tables.DRAWN}
 C_TYPES = {"u32": "<u4", "u64": "<u8", "float": "<f4", "FnWeight": tables.WEIGHT}
 
 
@@ -104,7 +104,8 @@ def test_parameter_offsets_follow_natural_alignment() -> None:
 
 @pytest.mark.parametrize("name", STRUCTS)
 def test_device_tables_have_the_layout_of_the_structs(name: str) -> None:
-    text = (ROOT / "cuda_src" / "tables.cuh").read_text(encoding="utf-8")
+    text = "".join((ROOT / "cuda_src" / path).read_text(encoding="utf-8")
+                   for path in ("tables.cuh", "token/ahead.cuh"))
     text = re.sub(r"//[^\n]*", "", text)
     body = re.search(rf"struct {name} \{{(.*?)\}};", text, re.DOTALL)
     assert body is not None
@@ -114,10 +115,11 @@ def test_device_tables_have_the_layout_of_the_structs(name: str) -> None:
         dtype = np.dtype(C_TYPES[kind])
         parts = [dtype[i] for i in range(len(dtype))] if dtype.names else [dtype]
         align = max(part.itemsize for part in parts)
-        for field in (n.strip() for n in names.split(",")):
+        for field, _, count in (n.strip().partition("[") for n in names.split(",")):
             at = (at + align - 1) // align * align
-            fields[field] = (at, dtype)
-            at += dtype.itemsize
+            whole = np.dtype((dtype, (int(count.rstrip("]")),))) if count else dtype
+            fields[field] = (at, whole)
+            at += whole.itemsize
     mirrored = {field: (entry[1], entry[0]) for field, entry in (STRUCTS[name].fields or {}).items()}
     assert mirrored == fields
     size = re.search(rf"sizeof\({name}\) == (\d+)", text)

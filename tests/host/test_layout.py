@@ -63,7 +63,7 @@ def test_pages_and_what_follows_from_the_context() -> None:
     assert (made.n_slots, made.width_cap, made.moe_units) == (5, 128, (1, 1))
     lines = 4 * aligned(17 * t.LINE.itemsize)
     linears = sum(aligned(len(g.members) * t.LINEAR.itemsize) for g in made.groups.values())
-    head = t.ROUND.itemsize + t.ROW.itemsize + t.RUN.itemsize + 2 * t.SLOT.itemsize
+    head = t.ROUND.itemsize + t.ROW.itemsize + t.RUN.itemsize + 2 * (t.SLOT.itemsize + 64)
     assert made.table_bytes() == aligned(head) + aligned(2 * 2 * 16) + linears + lines
 
 

@@ -282,6 +282,25 @@ def test_neighbours_are_read_by_one_call(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(got.tobytes() == parts[name][: got.size].tobytes() for name, got in half.items())
 
 
+def test_how_far_apart_neighbours_may_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """4096 bytes between two are read over, more are not; none at all is best."""
+    calls: list[tuple[int, list[int]]] = []
+    really = os.preadv
+
+    def counting(fd: int, buffers: list[Any], offset: int) -> int:
+        calls.append((offset, [len(buffer) for buffer in buffers]))
+        return really(fd, buffers, offset)
+
+    sizes = {"a": 8, "between": 2048, "b": 16, "c": 24, "more": 2049, "d": 32}
+    files: dict[str, Spec] = {name: ("F16", (n,), np.arange(n)) for name, n in sizes.items()}
+    pack = Pack.open(folder_with(tmp_path, a=files))
+    monkeypatch.setattr(os, "preadv", counting)
+    parts = {name: np.zeros(2 * sizes[name], np.uint8) for name in ("c", "a", "d", "b")}
+    pack.read_parts(list(parts.items()))
+    assert calls == [(pack.tensor("a").offset, [16, 4096, 32, 0, 48]), (pack.tensor("d").offset, [64])]
+    assert all(got.tobytes() == pack.read(name).tobytes() for name, got in parts.items())
+
+
 @pytest.mark.parametrize("gives", [0, 100, None])
 def test_a_read_that_falls_short_is_done_in_parts(monkeypatch: pytest.MonkeyPatch, gives: int | None) -> None:
     """The system may give less than asked, or refuse the call."""

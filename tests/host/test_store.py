@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from flashnext_drv.errors import CheckpointError, OutOfMemory
+from flashnext_drv.errors import CheckpointError, OutOfMemory, UsageError
 from flashnext_drv.kernels import tables as t
 from flashnext_drv.lifetime import Owner
 from flashnext_drv.model.pack import Pack, PackBase
@@ -25,9 +25,12 @@ MICRO = Path(__file__).parents[1] / "data" / "exl3_micro" / "pack"
 ADDRESSES = [(name, field) for name in PROJECTIONS for field in ("data", "suh", "svh")]
 
 
-@pytest.fixture(scope="module", params=["disk", "mixed"])
+@pytest.fixture(scope="module", params=["disk", "mixed", "oblong"])
 def pack(request: pytest.FixtureRequest) -> PackBase:
-    return Pack.open(MICRO) if request.param == "disk" else SynthPack("micro", mixed=True)
+    """oblong: as many inputs as outputs in no projection."""
+    if request.param == "disk":
+        return Pack.open(MICRO)
+    return SynthPack("micro", mixed=True) if request.param == "mixed" else SynthPack("tiny")
 
 
 def test_parts_lie_one_after_another(pack: PackBase) -> None:
@@ -42,6 +45,7 @@ def test_parts_lie_one_after_another(pack: PackBase) -> None:
             assert [(part.projection, part.field) for part in parts] == ADDRESSES
             for part in parts:
                 assert part.offset % 256 == 0 and end <= part.offset < end + 256
+                assert not part.tensor or part.size == pack.tensor(part.tensor).size
                 assert row[part.projection][part.field] == part.offset
                 assert row[part.projection]["format"] == part.info.format
                 end = part.offset + part.size
@@ -148,6 +152,15 @@ def test_readers_place_every_byte(pack: PackBase, arenas: list[Arena]) -> None:
                     n_bytes += part.size
             assert (arena.bytes[untouched] == 0xA5).all(), "a reader wrote outside its part"
         assert uploader.bytes == n_bytes, "progress counts every byte once"
+
+
+def test_the_context_outlives_the_store(arenas: list[Arena]) -> None:
+    pack = Pack.open(MICRO)
+    ctx: Any = Owner("context")
+    layers = [layer_lines(pack, i) for i in range(pack.config.n_layers)]
+    with PinnedExperts(ctx, pack, layers), pytest.raises(UsageError, match=store.OWNER):
+        ctx.close()
+    assert not arenas
 
 
 def test_what_kernels_make_is_not_read(arenas: list[Arena]) -> None:

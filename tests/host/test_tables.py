@@ -14,12 +14,13 @@ pytestmark = pytest.mark.host
 
 
 def test_defines_of_the_kernels_are_those_of_the_host() -> None:
-    text = (catalog.source_root() / "tables.cuh").read_text(encoding="utf-8")
+    text = "".join((catalog.source_root() / path).read_text(encoding="utf-8")
+                   for path in ("tables.cuh", "token/ahead.cuh"))
     found = {name: int(value, 0) for name, value in re.findall(r"#define FN_(\w+) (\w+)u\n", text)}
     assert found == {"FORMAT_EXL3": t.FORMAT_EXL3, "FORMAT_F16": t.FORMAT_F16, "FORMAT_BF16": t.FORMAT_BF16,
-                     "PAGE_TOKENS": t.PAGE_TOKENS, "NO_LINE": t.NO_LINE}
+                     "PAGE_TOKENS": t.PAGE_TOKENS, "NO_LINE": t.NO_LINE, "MOST_STOPS": t.MOST_STOPS}
     assert found == {"FORMAT_EXL3": 0, "FORMAT_F16": 1, "FORMAT_BF16": 2, "PAGE_TOKENS": 64,
-                     "NO_LINE": 2**32 - 1}
+                     "NO_LINE": 2**32 - 1, "MOST_STOPS": 12}
 
 
 @pytest.mark.parametrize("codebook", t.CODEBOOKS)
