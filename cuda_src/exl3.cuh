@@ -7,12 +7,12 @@
 //   fn_store_frag4(row, k, v)                       4 neighbouring f16 operand elements into fragment order
 //   fn_tile_at(k_blocks, row, k)                    where an element of a tile image lies, in halves
 //   fn_store_tile4(x, k_blocks, row, k, v)          4 neighbouring operand elements into a tile image
-//   fn_load_h4(p, v)                                4 neighbouring f16 as f32
+//   fn_load_h4(p, v), fn_load_early_h4              4 neighbouring f16 as f32; ahead of fn_wait_prior
 //   fn_sum_units(part, leaves, segments, stride)    order part_sum_v1 of one output; fn_sum_units4: of 4
 //   fn_exl3_rotate_in(v, suh)                     W x * suh, Hadamard
 //   fn_exl3_rotate_out(v, svh)                    W Hadamard, * svh
 //   fn_linear_store_input(v, linear, row, block)  W rotate (EXL3) or not, round to f16, store the operand
-//   fn_linear_finish_block(linear, rows_cap, row, block, v)  W sum of units, finished (EXL3: svh, bias)
+//   fn_linear_finish_block(linear, scale, rows_cap, row, block, v)  W sum of units, finished (EXL3: svh, bias)
 //   fn_bf16_split(h2, hi, lo)                       two f16 into exact bf16 hi + lo
 //   fn_weight_dot<ROW_TILES, PLAIN>(...)          W 32 outputs x one k range x up to 8 ROW_TILES rows
 //
@@ -125,6 +125,13 @@ FN_DEVICE void fn_load_h4(const u16* p, float (&v)[4]) {
     v[2] = fn_h2f((u16)h.y), v[3] = fn_h2f((u16)(h.y >> 16));
 }
 
+// The same ahead of fn_wait_prior: the read-only path may be moved behind it, to where the values are used.
+FN_DEVICE void fn_load_early_h4(const u16* p, float (&v)[4]) {
+    uint2 h = fn_ld_here(reinterpret_cast<const uint2*>(p));
+    v[0] = fn_h2f((u16)h.x), v[1] = fn_h2f((u16)(h.x >> 16));
+    v[2] = fn_h2f((u16)h.y), v[3] = fn_h2f((u16)(h.y >> 16));
+}
+
 // suh: of the block's first input.
 FN_DEVICE void fn_exl3_rotate_in(float (&v)[4], const u16* suh) {
     float s[4];
@@ -145,10 +152,8 @@ FN_DEVICE void fn_exl3_rotate_out(float (&v)[4], const u16* svh) {
 
 FN_DEVICE bool fn_is_exl3(const FnWeight& w) { return (w.format & 255u) == FN_FORMAT_EXL3; }
 
-// v: inputs 128 block + 4 lane .. + 3 of the row (any value beyond k, which only plain weights have).
-FN_DEVICE void fn_linear_store_input(float (&v)[4], const FnLinear& linear, u32 row, u32 block) {
-    u32 k = 128u * block + 4u * (threadIdx.x & 31u);
-    if (fn_is_exl3(linear.w)) fn_exl3_rotate_in(v, reinterpret_cast<const u16*>(linear.w.suh) + 128u * block);
+// v: finished operand elements k .. k + 3 of the row; beyond linear.k nothing is stored.
+FN_DEVICE void fn_linear_store_operand(const float (&v)[4], const FnLinear& linear, u32 row, u32 k) {
     if (k >= linear.k) return;
     u16* x = reinterpret_cast<u16*>(linear.x);
     if (linear.tiled) {
@@ -158,9 +163,16 @@ FN_DEVICE void fn_linear_store_input(float (&v)[4], const FnLinear& linear, u32 
     }
 }
 
-// v: finished outputs 128 block + 4 lane .. + 3; zero beyond n.
-FN_DEVICE void fn_linear_finish_block(const FnLinear& linear, u32 rows_cap, u32 row, u32 block,
-                                      float (&v)[4]) {
+// v: inputs 128 block + 4 lane .. + 3 of the row (any value beyond k, which only plain weights have).
+FN_DEVICE void fn_linear_store_input(float (&v)[4], const FnLinear& linear, u32 row, u32 block) {
+    u32 k = 128u * block + 4u * (threadIdx.x & 31u);
+    if (fn_is_exl3(linear.w)) fn_exl3_rotate_in(v, reinterpret_cast<const u16*>(linear.w.suh) + 128u * block);
+    fn_linear_store_operand(v, linear, row, k);
+}
+
+// v: finished outputs 128 block + 4 lane .. + 3; zero beyond n.  scale: svh of these outputs.
+FN_DEVICE void fn_linear_finish_block(const FnLinear& linear, const float (&scale)[4], u32 rows_cap, u32 row,
+                                      u32 block, float (&v)[4]) {
     u32 n = linear.n, at = 128u * block + 4u * (threadIdx.x & 31u);
     u64 stride = (u64)rows_cap * n;
     const float* part = reinterpret_cast<const float*>(linear.part) + (u64)row * n + at;
@@ -172,7 +184,9 @@ FN_DEVICE void fn_linear_finish_block(const FnLinear& linear, u32 rows_cap, u32 
             v[i] = at + i < n ? fn_sum_units(part + i, linear.leaves, linear.segments, stride) : 0.f;
     }
     if (!fn_is_exl3(linear.w)) return;
-    fn_exl3_rotate_out(v, reinterpret_cast<const u16*>(linear.w.svh) + 128u * block);
+    fn_hadamard128(v);
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], scale[i]);
     if (linear.bias) {
         float b[4];
         fn_load_h4(reinterpret_cast<const u16*>(linear.bias) + at, b);
@@ -223,7 +237,7 @@ FN_DEVICE void fn_bf16_split(u32 h2, u32& hi, u32& lo) {
 #define FN_ROLLED 1
 #endif
 #ifndef FN_PREFETCH
-#define FN_PREFETCH 2
+#define FN_PREFETCH 0
 #endif
 #ifndef FN_SHARE
 #define FN_SHARE 1
@@ -502,7 +516,8 @@ template <u32 ROW_TILES> struct FnRows {
 
     FN_DEVICE void load(u32 i, uint2 (&b)[ROW_TILES]) const {  // the i-th k step from here
 #pragma unroll
-        for (u32 r = 0; r < ROW_TILES; r++) b[r] = fn_ldg(reinterpret_cast<const uint2*>(at[r] + 16u * i));
+        for (u32 r = 0; r < ROW_TILES; r++)
+            b[r] = fn_ld_here(reinterpret_cast<const uint2*>(at[r] + 16u * i));
     }
     FN_DEVICE void advance(u32 n) {
 #pragma unroll

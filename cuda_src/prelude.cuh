@@ -120,6 +120,30 @@ FN_DEVICE u32 fn_hadd2(u32 a, u32 b) {
     return d;
 }
 
+// Programmatic dependent launch.  A kernel launched with the attribute may start while launches before it on
+// its stream still run.  fn_let_next, first in the kernel, allows that to the launch after it.  fn_wait_prior
+// waits for all launches before, writes included: every thread calls it once, and before it nothing is read
+// that another launch or a copy may write, and nothing is written.  Behind it such bytes are read by fn_ld or
+// fn_ld_here, not by fn_ldg: the read-only path may be moved ahead of the wait.  In a launch without the attribute, and
+// before sm_90, both do nothing.
+FN_DEVICE void fn_wait_prior() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+FN_DEVICE void fn_let_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+// Asks for the bytes around a global address to be brought into the L2 cache, where a launch may start early:
+// for bytes that will be read behind fn_wait_prior.
+FN_DEVICE void fn_prefetch_l2(u64 address) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#endif
+}
+
 // T: 1, 2, 4, 8 or 16 bytes, naturally aligned.
 template <class T>
 FN_DEVICE T fn_ld(const T* p) {
@@ -149,11 +173,50 @@ struct FnWord<16> {
     typedef uint4 type;
 };
 
-// The same through the read-only path: for bytes that no thread of this launch writes.
+// The same through the read-only path: for bytes that no thread of this launch writes, and in a kernel that may
+// start early (fn_wait_prior) none of the launches before it.
 template <class T>
 FN_DEVICE T fn_ldg(const T* p) {
     typedef typename FnWord<sizeof(T)>::type Word;
     Word w = __ldg(reinterpret_cast<const Word*>(p));
+    T v;
+    memcpy(&v, &w, sizeof(T));
+    return v;
+}
+
+// The same where it stands: neither moved over fn_wait_prior nor left to the place of its first use, and from
+// global memory also where the address comes out of a table.  For bytes that no thread of this launch writes.
+FN_DEVICE u8 fn_global_word(const u8* p) {
+    u32 v;
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p));
+    return (u8)v;
+}
+FN_DEVICE u16 fn_global_word(const u16* p) {
+    u16 v;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    return v;
+}
+FN_DEVICE u32 fn_global_word(const u32* p) {
+    u32 v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+FN_DEVICE u64 fn_global_word(const u64* p) {
+    uint2 v;
+    asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return (u64)v.y << 32 | v.x;
+}
+FN_DEVICE uint4 fn_global_word(const uint4* p) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+template <class T>
+FN_DEVICE T fn_ld_here(const T* p) {
+    typedef typename FnWord<sizeof(T)>::type Word;
+    Word w = fn_global_word(reinterpret_cast<const Word*>(p));
     T v;
     memcpy(&v, &w, sizeof(T));
     return v;

@@ -97,6 +97,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--bytes-per-s", type=float, default=4.4e12, help="measured streaming read rate")
     parser.add_argument("--weights-per-s", type=float, default=3.4e12, help="measured trellis decode rate")
+    parser.add_argument(
+        "--no-programmatic", action="store_true", help="no launch starts ahead of the end of the one before"
+    )
     parser.add_argument("--out", help="write a receipt here")
     args = parser.parse_args()
     pack = SynthPack(args.model, args.seed, ngram_rows=args.ngram_rows)
@@ -105,7 +108,9 @@ def main() -> int:
     )
     with Engine.open(pack, limits, device=args.device) as engine:
         print(f"device {engine.facts}; opened {args.model} in {engine.open_seconds:.1f} s", file=sys.stderr)
+        engine.rank.programmatic = not args.no_programmatic
         results = run(engine, args.context, args.tokens)
+        results["programmatic"] = engine.rank.programmatic
         floor = decode_floor(engine.rank.layout, pack, args.context)
         seconds = floor.seconds(args.bytes_per_s, args.weights_per_s)
         memory = engine.memory()

@@ -15,7 +15,7 @@ namespace FN_NAMESPACE {
 FN_DEVICE float relu(float x) { return x > 0.f || x != x ? x : 0.f; }
 
 FN_DEVICE uint2 load8(u64 at, u32 step, bool live) {
-    return live ? fn_ldg(reinterpret_cast<const uint2*>(at) + 4u * step) : make_uint2(0u, 0u);
+    return live ? fn_ld_here(reinterpret_cast<const uint2*>(at) + 4u * step) : make_uint2(0u, 0u);
 }
 
 }  // namespace FN_NAMESPACE
@@ -23,7 +23,9 @@ FN_DEVICE uint2 load8(u64 at, u32 step, bool live) {
 FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const u16* iq16, u64 index_offset,
            float* score, u32 max_blocks, u32 budget)) {
     using namespace FN_NAMESPACE;
+    fn_let_next();
     u32 r = blockIdx.y;
+    fn_wait_prior();
     if (r >= round->n_rows) return;
     FnRow row = rows[r];
     u32 seen = fn_blocks_seen(row.position);

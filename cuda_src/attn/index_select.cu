@@ -47,13 +47,13 @@ template <class F> FN_DEVICE void each_score(const float* x, u32 n, const F& f) 
     u32 head = fn_min_u32((0u - (u32)(reinterpret_cast<u64>(x) >> 2)) & 3u, n);  // scores before the first whole word
     u32 words = (n - head) / 4u, tail = head + 4u * words, tid = threadIdx.x;
     const float4* w = reinterpret_cast<const float4*>(x + head);
-    if (tid < head) f(tid, fn_ldg(x + tid), 0u);
-    if (tail + tid < n) f(tail + tid, fn_ldg(x + tail + tid), 0u);
+    if (tid < head) f(tid, fn_ld(x + tid), 0u);
+    if (tail + tid < n) f(tail + tid, fn_ld(x + tail + tid), 0u);
     for (u32 i = tid; i < words; i += FN_AHEAD * FN_THREADS) {
         float4 v[FN_AHEAD];
 #pragma unroll
         for (u32 k = 0; k < FN_AHEAD; k++)
-            if (i + k * FN_THREADS < words) v[k] = fn_ldg(w + i + k * FN_THREADS);
+            if (i + k * FN_THREADS < words) v[k] = fn_ld(w + i + k * FN_THREADS);
 #pragma unroll
         for (u32 k = 0; k < FN_AHEAD; k++) {
             u32 at = head + 4u * (i + k * FN_THREADS);
@@ -210,7 +210,9 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const float* score, u32* sel
            u32 budget, u32 first_row)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(Shared, s);
+    fn_let_next();
     u32 r = first_row + blockIdx.x, tid = threadIdx.x;
+    fn_wait_prior();
     if (r >= round->n_rows) return;
     u32 n = fn_blocks_seen(rows[r].position);
     if (n <= budget) {
@@ -225,7 +227,7 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const float* score, u32* sel
     u32 n_candidates = n;
     if (n <= FN_CANDIDATES) {
         for (u32 i = tid; i < n; i += FN_THREADS) {
-            float v = fn_ldg(x + i);
+            float v = fn_ld(x + i);
             if (v != v) s.any_nan = 1u;
             s.key[i] = key_of(v);
         }
@@ -264,7 +266,7 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const float* score, u32* sel
         emit_candidates(s, n_candidates, last, want, out);
     } else {
         u32 last = pick(s, want, Scores{x, n});
-        emit_ranges(s, [&](u32 i) { return key_of(fn_ldg(x + i)); }, n, last, want, out);
+        emit_ranges(s, [&](u32 i) { return key_of(fn_ld(x + i)); }, n, last, want, out);
     }
     if (tid == 0u) flag[r] = s.any_nan;
 }

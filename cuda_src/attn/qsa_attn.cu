@@ -22,7 +22,7 @@ struct Shared {
     u16 e[16][72];      // f16 weights, likewise for mma loads
 };
 
-FN_DEVICE uint2 load8(u64 at, u32 step) { return fn_ldg(reinterpret_cast<const uint2*>(at) + 4u * step); }
+FN_DEVICE uint2 load8(u64 at, u32 step) { return fn_ld_here(reinterpret_cast<const uint2*>(at) + 4u * step); }
 
 // Scores of this warp's 16 entries for Tiles * 8 heads.
 template <int Tiles>
@@ -139,7 +139,9 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const u
            float* part_m, float* part_l, float* part_o, u32 n_q, u32 n_kv, u32 budget, u32 max_parts)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(Shared, sh);
+    fn_let_next();
     u32 part = blockIdx.x, kv_head = blockIdx.y, r = blockIdx.z;
+    fn_wait_prior();
     u32 n_rows = round->n_rows;
     FnRow row = rows[r];  // beside n_rows, not after it; of a row that does not take part nothing is used
     if (r >= n_rows) return;

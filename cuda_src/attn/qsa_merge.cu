@@ -27,8 +27,8 @@ FN_DEVICE void factors(Shared& sh, const float* part_m, const float* part_l, u32
 #pragma unroll
     for (u32 j = 0; j < 2; j++) {
         bool live = 2u * lane + j < n;
-        pm[j] = live ? fn_ldg(part_m + 2u * lane + j) : lowest;
-        pl[j] = live ? fn_ldg(part_l + 2u * lane + j) : 0.f;
+        pm[j] = live ? fn_ld(part_m + 2u * lane + j) : lowest;
+        pl[j] = live ? fn_ld(part_l + 2u * lane + j) : 0.f;
     }
     float top = fn_max(pm[0], pm[1]);
 #pragma unroll
@@ -52,14 +52,16 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const float* q, const float*
            const float* part_o, const u32* flag, const FnLinear* linear, u32 n_q, u32 budget, u32 max_parts)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(Shared, sh);
+    fn_let_next();
     u32 head = blockIdx.x, r = blockIdx.y, tid = threadIdx.x, lane = tid & 31u;
+    fn_wait_prior();
     u32 n_rows = round->n_rows, position = rows[r].position;  // side by side; of a row without part nothing is used
     if (r >= n_rows) return;
     u32 parts = (fn_attended(position, budget) + FN_PART - 1u) / FN_PART;
     size_t at = ((size_t)r * n_q + head) * max_parts;
     const float2* po = reinterpret_cast<const float2*>(part_o + at * FN_HEAD) + tid;
     const float* gates = q + ((size_t)r * n_q + head) * (2u * FN_HEAD) + FN_HEAD;
-    float2 gate = fn_ldg(reinterpret_cast<const float2*>(gates) + tid);
+    float2 gate = fn_ld(reinterpret_cast<const float2*>(gates) + tid);
     bool broken = flag[r] != 0u;
 
     float m = fn_u2f(0xff800000u), l = 0.f;
@@ -72,7 +74,7 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const float* q, const float*
             const float2* from = po + (size_t)(base + i) * (FN_HEAD / 2u);
 #pragma unroll
             for (u32 j = 0; j < FN_AHEAD; j++)
-                if (i + j < n) v[j] = fn_ldg(from + j * (FN_HEAD / 2u));
+                if (i + j < n) v[j] = fn_ld(from + j * (FN_HEAD / 2u));
             if (i == 0u) {
                 if (tid < 32u) factors(sh, part_m + at + base, part_l + at + base, n, m, lane);
                 __syncthreads();

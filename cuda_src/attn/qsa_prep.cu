@@ -17,7 +17,7 @@ namespace FN_NAMESPACE {
 
 template <int N> FN_DEVICE void load(float (&v)[N], const float* x, u32 lane) {
 #pragma unroll
-    for (int i = 0; i < N; i++) v[i] = fn_ldg(x + lane + 32u * i);
+    for (int i = 0; i < N; i++) v[i] = fn_ld(x + lane + 32u * i);
 }
 
 template <int N> FN_DEVICE void store(const float (&v)[N], u16* y, u32 lane) {
@@ -29,7 +29,7 @@ template <int N> FN_DEVICE void store(const float (&v)[N], u16* y, u32 lane) {
 template <int N>
 FN_DEVICE void finish(float (&v)[N], const float* norm, const float* rope, u32 rope_dim, float eps, u16* y, u32 lane) {
     fn_head_norm(v, norm, eps);
-    if (rope_dim != 0u) fn_rotate(v[0], v[1], fn_ldg(reinterpret_cast<const float2*>(rope) + lane));
+    if (rope_dim != 0u) fn_rotate(v[0], v[1], fn_ld(reinterpret_cast<const float2*>(rope) + lane));
     store(v, y, lane);
 }
 
@@ -40,7 +40,9 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnRow* rows, const FnS
            const float* q_norm, const float* k_norm, const float* iq_norm, const float* ik_norm, u64 kv_offset,
            u64 index_offset, u16* q16, u16* iq16, u32 n_q, u32 n_kv, u32 rope_dim, float eps)) {
     using namespace FN_NAMESPACE;
+    fn_let_next();
     u32 r = blockIdx.y, lane = threadIdx.x & 31u;
+    fn_wait_prior();
     if (r >= round->n_rows) return;
     u32 head = blockIdx.x * (FN_THREADS / 32u) + (threadIdx.x >> 5);
     const float* angles = rope + (size_t)r * 64u;
@@ -91,7 +93,7 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnRow* rows, const FnS
         const float* before = own - back * (FN_INDEX_HEADS + 1u) * FN_INDEX_HEAD;
 #pragma unroll
         for (u32 j = 0; j < 4; j++)
-            key[i][j] = fn_h2f(back <= in_run ? fn_f2h(fn_ldg(before + lane + 32u * j))
+            key[i][j] = fn_h2f(back <= in_run ? fn_f2h(fn_ld(before + lane + 32u * j))
                                               : stored[i * FN_INDEX_HEAD + 32u * j]);
     }
 #pragma unroll

@@ -9,13 +9,18 @@
 #include "exl3.cuh"
 
 FN_KERNEL((const FnRound* round, const FnLinear* linears)) {
+    fn_let_next();
     u32 row = blockIdx.z;
-    if (row >= round->n_rows) return;
-    const FnLinear& linear = linears[blockIdx.y];
+    FnLinear linear = linears[blockIdx.y];
     u32 block = 4u * blockIdx.x + (threadIdx.x >> 5), n = 128u * block + 4u * (threadIdx.x & 31u);
+    float scale[4] = {1.f, 1.f, 1.f, 1.f};
+    if (fn_is_exl3(linear.w) && n < linear.n) fn_load_early_h4(reinterpret_cast<const u16*>(linear.w.svh) + n, scale);
+
+    fn_wait_prior();
+    if (row >= round->n_rows) return;
     if (128u * block >= linear.n) return;
     float v[4];
-    fn_linear_finish_block(linear, round->rows_cap, row, block, v);
+    fn_linear_finish_block(linear, scale, round->rows_cap, row, block, v);
     float* out = reinterpret_cast<float*>(linear.out) + (u64)row * linear.n + n;
 #pragma unroll
     for (u32 i = 0; i < 4; i++)

@@ -10,13 +10,36 @@
 //             that are not there.
 // Equality    a row's bytes do not depend on the other rows, on rows_cap or on which of n8 and n16 runs.
 // Reference   ref/exl3.py decode_linear, ref/orders.py mma_chain.
+//
+// What is known before the launches before are done is asked for: a warp's weights come into the L2 cache.
 #include "exl3.cuh"
 
+namespace FN_NAMESPACE {
+const u32 SECTOR = 64;  // bytes that one address brings
+
+// Weights of a warp's tiles from tile `tile` on over inputs k0 .. k1 - 1 into the L2 cache.
+FN_DEVICE void ask_for(const FnWeight& w, u32 k, u32 n, u32 tile, u32 k0, u32 k1, u32 lane) {
+    u32 step0 = k0 / 16u, n_steps = (k1 - k0) / 16u;
+    if (fn_is_exl3(w)) {  // four lanes a step of up to four sectors a tile
+        u32 tile_bytes = 16u * (w.format >> 8 & 255u), step_bytes = n / 16u * tile_bytes;
+        u64 at = w.data + (u64)(step0 + (lane >> 2)) * step_bytes + (u64)tile * tile_bytes;
+        for (u32 i = lane >> 2; i < n_steps; i += 8u, at += 8u * step_bytes)
+            for (u32 j = SECTOR * (lane & 3u); j < FN_WARP_TILES * tile_bytes; j += 4u * SECTOR) fn_prefetch_l2(at + j);
+    } else {  // each tile has its steps one after another
+        u64 to_next = 512u * (k / 16u), at = w.data + tile * to_next + 512u * step0;
+#pragma unroll
+        for (u32 t = 0; t < FN_WARP_TILES; t++)
+            for (u32 j = SECTOR * lane; 16u * (tile + t) < n && j < 512u * n_steps; j += 32u * SECTOR)
+                fn_prefetch_l2(at + t * to_next + j);
+    }
+}
+}  // namespace FN_NAMESPACE
+
 FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
+    fn_let_next();
     static_assert(FN_THREADS == FN_BLOCK_PAIRS * 64 / FN_WARP_TILES, "warps of a block");
     FnPlace place;
     u32 warp = place.pair, lane = threadIdx.x & 31u, j = 0, first[8];
-    u32 n_rows = round->n_rows, rows_cap = round->rows_cap;
 #pragma unroll
     for (u32 i = 1; i < 8; i++) first[i] = i < n_linears ? linears[i].first_warp : 0xffffffffu;  // all at once
 #pragma unroll
@@ -29,13 +52,17 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
     u32 n = linear.n, n_pairs = (n + 31u) / 32u;
     warp -= linear.first_warp;
     // Whole warps.  All fields in one condition: they are asked for at once, not behind each other's branches.
-    bool there = (n_rows != 0) & (rows_cap != 0) & (warp < linear.n_warps) & (linear.w.data != 0);
-    there &= (linear.x != 0) & (linear.part != 0) & (linear.k != 0) & (linear.leaves != 0) & (linear.segments != 0);
+    bool there = (warp < linear.n_warps) & (linear.w.data != 0) & (linear.x != 0) & (linear.part != 0);
+    there &= (linear.k != 0) & (linear.leaves != 0) & (linear.segments != 0);
     there &= (linear.w.format != 0xffffffffu) & (linear.x_stride != 0xffffffffu);
-    if (!there) return;
     u32 unit = warp / n_pairs, pair = warp - unit * n_pairs, k0, k1;
-    if (32u * pair + 16u * place.tile0 >= n) return;
-    fn_unit_range(linear.k, linear.leaves * linear.segments, unit, k0, k1);
+    there &= 32u * pair + 16u * place.tile0 < n;
+    fn_unit_range(linear.k, fn_max_u32(linear.leaves * linear.segments, 1u), unit, k0, k1);
+    if (there) FN_NAMESPACE::ask_for(linear.w, linear.k, n, 2u * pair + place.tile0, k0, k1, lane);
+
+    fn_wait_prior();
+    u32 n_rows = round->n_rows, rows_cap = round->rows_cap;
+    if ((n_rows == 0) | (rows_cap == 0) | !there) return;
 
     FnRows<FN_ROW_TILES> rows;
     float d[FN_WARP_TILES][FN_ROW_TILES][4];

@@ -11,15 +11,26 @@
 #include "exl3.cuh"
 
 FN_KERNEL((const FnRound* round, const FnLinear* linears, const float* x, u32 x_stride)) {
+    fn_let_next();
     u32 row = blockIdx.z;
-    if (row >= round->n_rows) return;
-    const FnLinear& linear = linears[blockIdx.y];
+    FnLinear linear = linears[blockIdx.y];
     u32 block = 4u * blockIdx.x + (threadIdx.x >> 5), k = 128u * block + 4u * (threadIdx.x & 31u);
+    bool exl3 = fn_is_exl3(linear.w);
+    float scale[4] = {1.f, 1.f, 1.f, 1.f};
+    if (exl3 && k < linear.k) fn_load_early_h4(reinterpret_cast<const u16*>(linear.w.suh) + k, scale);
+
+    fn_wait_prior();
+    if (row >= round->n_rows) return;
     if (128u * block >= linear.k) return;
     float v[4] = {0.f, 0.f, 0.f, 0.f};
     if (k < linear.k) {
-        float4 quad = fn_ldg(reinterpret_cast<const float4*>(x + (u64)row * x_stride + k));
+        float4 quad = fn_ld(reinterpret_cast<const float4*>(x + (u64)row * x_stride + k));
         v[0] = quad.x, v[1] = quad.y, v[2] = quad.z, v[3] = quad.w;
     }
-    fn_linear_store_input(v, linear, row, block);
+    if (exl3) {  // as fn_exl3_rotate_in
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], scale[i]);
+        fn_hadamard128(v);
+    }
+    fn_linear_store_operand(v, linear, row, k);
 }

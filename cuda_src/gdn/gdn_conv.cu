@@ -15,13 +15,17 @@
 
 FN_KERNEL((const FnRound* round, const FnRun* runs, const FnSlot* slots, const float* x, const float* w,
            u64 tail_offset, float* out, u32 channels)) {
+    fn_let_next();
     u32 c = blockIdx.x * FN_THREADS + threadIdx.x;
+    float4 tap = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (c < channels) tap = fn_ld(reinterpret_cast<const float4*>(w) + c);
+
+    fn_wait_prior();
     u32 n_runs = fn_ld(&round->n_runs);
     FnRun run = fn_ld(runs + blockIdx.y);  // together with n_runs; any bytes beyond it
     if (blockIdx.y >= n_runs || c >= channels) return;
     const float* in = x + (u64)run.first_row * channels + c;
     float* to = out + (u64)run.first_row * channels + c;
-    float4 tap = fn_ldg(reinterpret_cast<const float4*>(w) + c);
     float next = fn_ld(in);
     u16* tail = reinterpret_cast<u16*>(fn_ld(&slots[run.slot].recurrent) + tail_offset) + c;
     u16 h0 = fn_ld(tail), h1 = fn_ld(tail + channels), h2 = fn_ld(tail + 2u * channels);

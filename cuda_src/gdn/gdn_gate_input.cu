@@ -13,20 +13,24 @@
 
 FN_KERNEL((const FnRound* round, const float* o, const float* z, const float* norm_w, const FnLinear* linear,
            u32 gate, u32 n_v, float eps)) {
+    fn_let_next();
     u32 row = blockIdx.y, head = 4u * blockIdx.x + (threadIdx.x >> 5), lane = threadIdx.x & 31u;
-    // The operand's place and scales are asked for with the inputs, not behind the norm.
-    u32 n_rows = fn_ld(&round->n_rows), stride = linear->x_stride, tiled = linear->tiled;
+    // The operand's place and scales are asked for ahead of the inputs, not behind the norm.
+    u32 stride = linear->x_stride, tiled = linear->tiled;
     u16* to = reinterpret_cast<u16*>(linear->x);
     const u16* suh = reinterpret_cast<const u16*>(linear->w.suh);
-    bool exl3 = fn_is_exl3(linear->w);
-    if (row >= n_rows || head >= n_v) return;  // whole warps
+    bool exl3 = fn_is_exl3(linear->w), live = head < n_v;  // whole warps
+    float4 w = fn_ld(reinterpret_cast<const float4*>(norm_w) + lane);
+    float scale[4] = {1.f, 1.f, 1.f, 1.f};
+    if (exl3 && live) fn_load_early_h4(suh + 128u * head + 4u * lane, scale);
+
+    fn_wait_prior();
+    if (row >= fn_ld(&round->n_rows) || !live) return;
     u64 at = ((u64)row * n_v + head) * 32u + lane;
-    float4 x = fn_ldg(reinterpret_cast<const float4*>(o) + at);
-    float4 g = fn_ldg(reinterpret_cast<const float4*>(z) + at);
-    float4 w = fn_ldg(reinterpret_cast<const float4*>(norm_w) + lane);
+    float4 x = fn_ld(reinterpret_cast<const float4*>(o) + at);
+    float4 g = fn_ld(reinterpret_cast<const float4*>(z) + at);
     float v[4] = {x.x, x.y, x.z, x.w}, a[4] = {g.x, g.y, g.z, g.w}, weight[4] = {w.x, w.y, w.z, w.w};
-    float scale[4] = {1.f, 1.f, 1.f, 1.f}, sum = 0.f;
-    if (exl3) fn_load_h4(suh + 128u * head + 4u * lane, scale);
+    float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < 4; i++) sum = fn_fma(v[i], v[i], sum);
     float r = fn_rsqrt(fn_add(fn_mul(fn_warp_sum(sum), 0x1p-7f), eps));

@@ -22,17 +22,20 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnSlot* slots, const f
            const float* b, const float* a_log, const float* dt_bias, u64 state_offset, float* o, u32 n_k,
            u32 n_v)) {
     using namespace fn_unit;
+    fn_let_next();
+    u32 head = blockIdx.x >> 2, column = (blockIdx.x & 3u) * 32u + (threadIdx.x >> 2), p = threadIdx.x & 3u;
+    u32 key_head = head / (n_v / n_k), stride = (2u * n_k + n_v) * 128u;
+    float rate = fn_ld(a_log + head), bias = fn_ld(dt_bias + head);
+
+    fn_wait_prior();
     u32 n_runs = fn_ld(&round->n_runs);
     FnRun run = fn_ld(runs + blockIdx.y);  // together with n_runs; any bytes beyond it
     if (blockIdx.y >= n_runs) return;
-    u32 head = blockIdx.x >> 2, column = (blockIdx.x & 3u) * 32u + (threadIdx.x >> 2), p = threadIdx.x & 3u;
-    u32 key_head = head / (n_v / n_k), stride = (2u * n_k + n_v) * 128u;
     float* state = reinterpret_cast<float*>(fn_ld(&slots[run.slot].recurrent) + state_offset) +
                    (head * 128u + column) * 128u + 4u * p;
 
     const float* in = qkv + (u64)run.first_row * stride;
     float4 M[8], k[8], q[8];
-    float rate = fn_ldg(a_log + head), bias = fn_ldg(dt_bias + head);
     for (u32 r = 0; r < run.n_rows; r++, in += stride) {
         u32 row = run.first_row + r;
         load8(k, in + (n_k + key_head) * 128u + 4u * p);

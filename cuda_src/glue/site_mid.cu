@@ -25,7 +25,7 @@ FN_DEVICE float sum_segments(const float* part, u32 segments, u32 stride) {
         float p[BATCH];
 #pragma unroll
         for (u32 i = 0; i < BATCH; i++) {
-            if (first + i < segments) p[i] = fn_ldg(part + (first + i) * stride);
+            if (first + i < segments) p[i] = fn_ld(part + (first + i) * stride);
         }
         sum = first ? fn_add(sum, p[0]) : p[0];
 #pragma unroll
@@ -40,12 +40,16 @@ FN_DEVICE float sum_segments(const float* part, u32 segments, u32 stride) {
 FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 has_inject, u16* u, float* inject,
            u32 tiled)) {
     using namespace FN_NAMESPACE;
+    fn_let_next();
     // Asked for together, before anything depends on one of them.
-    u32 row = blockIdx.x, n_rows = fn_ld(&round->n_rows), cap = fn_ld(&round->rows_cap);
+    u32 row = blockIdx.x;
     u32 rank = linears[0].n, low_segments = linears[0].segments;
     u32 segments = has_inject ? linears[1].segments : 0u;
     u64 low_part = linears[0].part, part = has_inject ? linears[1].part : 0u;
     u64 low_out = linears[0].out, out = has_inject ? linears[1].out : 0u;
+
+    fn_wait_prior();
+    u32 n_rows = fn_ld(&round->n_rows), cap = fn_ld(&round->rows_cap);
     if (row >= n_rows) return;
     if (!low_part) low_part = low_out, low_segments = 1u;
     if (!part) part = out, segments = 1u;

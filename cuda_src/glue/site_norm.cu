@@ -42,23 +42,29 @@ FN_KERNEL((const FnRound* round, float* streams, const float* y, const float* in
            u16* n16, float* rinv, u32 hidden, float eps, u32 tiled)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(FnRmsShared, shared);
+    fn_let_next();
     u32 stream = blockIdx.x, row = blockIdx.y, quads = hidden >> 2, t = threadIdx.x;
-    if (row >= fn_ld(&round->n_rows)) return;
+    const float4* w4 = reinterpret_cast<const float4*>(w + (u64)stream * hidden);
+    float4 s[KEEP], wk[KEEP], yk[KEEP];
+#pragma unroll
+    for (u32 c = 0; c < KEEP; c++) {
+        u32 i = t + 256u * c;
+        if (i < quads) wk[c] = fn_ld(w4 + i);
+    }
 
+    fn_wait_prior();
+    if (row >= fn_ld(&round->n_rows)) return;
     u64 base = (u64)(row * 4u + stream) * hidden;
     float4* s4 = reinterpret_cast<float4*>(streams + base);
-    const float4* w4 = reinterpret_cast<const float4*>(w + (u64)stream * hidden);
     const float4* y4 = reinterpret_cast<const float4*>(y + (u64)row * hidden);
     float p = add ? fn_ld(inject + row * 4u + stream) : 0.f, acc = 0.f;
 
-    float4 s[KEEP], wk[KEEP], yk[KEEP];
 #pragma unroll
     for (u32 c = 0; c < KEEP; c++) {
         u32 i = t + 256u * c;
         if (i < quads) {
             s[c] = fn_ld(s4 + i);
-            wk[c] = fn_ldg(w4 + i);
-            if (add) yk[c] = fn_ldg(y4 + i);
+            if (add) yk[c] = fn_ld(y4 + i);
         }
     }
 #pragma unroll
@@ -75,7 +81,7 @@ FN_KERNEL((const FnRound* round, float* streams, const float* y, const float* in
     for (u32 i = t + 256u * KEEP; i < quads; i += 256u) {
         float4 v = fn_ld(s4 + i);
         if (add) {
-            v = added(v, fn_ldg(y4 + i), p);
+            v = added(v, fn_ld(y4 + i), p);
             s4[i] = v;
         }
         acc = fn_square4(v, acc);

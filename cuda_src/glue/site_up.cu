@@ -29,22 +29,25 @@ struct UpShared {
 
 // d = chain over n_steps k steps from +0.  a: the lane's words of the tile at the first step; x: the lane's
 // operand rows there, null for rows that are not live, which are fed as zeros.  AT_ONCE: k steps asked for at
-// once.
-template <bool BF16, u32 AT_ONCE>
-FN_DEVICE void chain(float (&d)[TILES][4], const uint4* a, const u16* const (&x)[TILES], u32 n_steps) {
+// once.  ready: called when the first weights are under way, before x is used.
+template <bool BF16, u32 AT_ONCE, class Ready>
+FN_DEVICE void chain(float (&d)[TILES][4], const uint4* a, const u16* (&x)[TILES], u32 n_steps, Ready ready) {
 #pragma unroll
     for (u32 r = 0; r < TILES; r++) d[r][0] = d[r][1] = d[r][2] = d[r][3] = 0.f;
     for (u32 first = 0; first < n_steps; first += AT_ONCE) {
         uint4 words[AT_ONCE];
         uint2 rows[AT_ONCE][TILES];
 #pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++)
+            if (first + i < n_steps) words[i] = fn_ld_here(a + 32u * (first + i));
+        if (first == 0) ready();
+#pragma unroll
         for (u32 i = 0; i < AT_ONCE; i++) {
-            if (first + i < n_steps) words[i] = fn_ldg(a + 32u * (first + i));
 #pragma unroll
             for (u32 r = 0; r < TILES; r++) {
                 rows[i][r] = make_uint2(0u, 0u);
                 if (x[r] && first + i < n_steps)
-                    rows[i][r] = fn_ldg(reinterpret_cast<const uint2*>(x[r] + 16u * (first + i)));
+                    rows[i][r] = fn_ld_here(reinterpret_cast<const uint2*>(x[r] + 16u * (first + i)));
             }
         }
 #pragma unroll
@@ -73,17 +76,12 @@ FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, c
            const float* w, float* m, u32 hidden)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(UpShared, shared);
-    u32 n_rows = fn_ld(&round->n_rows), stream = threadIdx.x >> 5, lane = threadIdx.x & 31u;
-    if (n_rows == 0) return;
+    fn_let_next();
+    u32 n_rows = 0, stream = threadIdx.x >> 5, lane = threadIdx.x & 31u;
     u32 segments = linear->segments, steps = linear->k / 16u, per_segment = steps / segments;
 
-    const u16* x[TILES];
-#pragma unroll
-    for (u32 r = 0; r < TILES; r++) {
-        u32 row = 8u * r + (lane >> 2);
-        const u16* at = reinterpret_cast<const u16*>(linear->x) + (u64)row * linear->x_stride;
-        x[r] = row < n_rows ? at + 4u * (lane & 3u) : nullptr;
-    }
+    const u16 *x[TILES], *operand = reinterpret_cast<const u16*>(linear->x) + 4u * (lane & 3u);
+    u32 x_stride = linear->x_stride;
     const uint4* a = reinterpret_cast<const uint4*>(linear->w.data) +
                      (u64)(stream * (hidden / 16u) + blockIdx.x) * steps * 32u + lane;
 
@@ -91,18 +89,30 @@ FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, c
     // asked for before the dot.
     u32 j = threadIdx.x & 3u, i_channel = threadIdx.x >> 2 & 15u, half = threadIdx.x >> 6;
     u32 c = 16u * blockIdx.x + i_channel;
-    float weight = fn_ldg(w + j * hidden + c), s = 0.f, scale = 0.f;
-    if (half < n_rows) {
-        s = fn_ldg(streams + (u64)(4u * half + j) * hidden + c);
-        scale = fn_ldg(rinv + 4u * half + j);
-    }
+    float weight = fn_ld(w + j * hidden + c), s = 0.f, scale = 0.f;
+    auto ready = [&] {
+        fn_wait_prior();
+        n_rows = fn_ld(&round->n_rows);
+#pragma unroll
+        for (u32 r = 0; r < TILES; r++) {
+            u32 row = 8u * r + (lane >> 2);
+            x[r] = row < n_rows ? operand + (u64)row * x_stride : nullptr;
+        }
+        if (half < n_rows) {
+            s = fn_ld(streams + (u64)(4u * half + j) * hidden + c);
+            scale = fn_ld(rinv + 4u * half + j);
+        }
+    };
 
     for (u32 segment = 0; segment < segments; segment++) {
         float d[TILES][4];
+        auto first_time = [&] {
+            if (segment == 0) ready();
+        };
         if (linear->w.format == FN_FORMAT_BF16) {
-            chain<true, 4>(d, a, x, per_segment);
+            chain<true, 4>(d, a, x, per_segment, first_time);
         } else {
-            chain<false, BATCH>(d, a, x, per_segment);
+            chain<false, BATCH>(d, a, x, per_segment, first_time);
         }
         a += 32u * per_segment;
 #pragma unroll
@@ -119,8 +129,8 @@ FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, c
     __syncthreads();
     for (u32 row = half; row < n_rows; row += 2) {  // whole warps
         if (row != half) {
-            s = fn_ldg(streams + (u64)(4u * row + j) * hidden + c);
-            scale = fn_ldg(rinv + 4u * row + j);
+            s = fn_ld(streams + (u64)(4u * row + j) * hidden + c);
+            scale = fn_ld(rinv + 4u * row + j);
         }
         float& g = shared.g[j][row][i_channel];
         g = fn_sigmoid(g);

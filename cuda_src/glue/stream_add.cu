@@ -8,10 +8,12 @@
 #include "tables.cuh"
 
 FN_KERNEL((const FnRound* round, float* streams, const float* y, const float* inject, u32 hidden)) {
+    fn_let_next();
     u32 row = blockIdx.y, i = blockIdx.x * FN_THREADS + threadIdx.x;
+    fn_wait_prior();
     if (row >= fn_ld(&round->n_rows) || i >= hidden) return;
-    float4 p = fn_ldg(reinterpret_cast<const float4*>(inject) + row);
-    float v = fn_ldg(y + (u64)row * hidden + i);
+    float4 p = fn_ld(reinterpret_cast<const float4*>(inject) + row);
+    float v = fn_ld(y + (u64)row * hidden + i);
     float* s = streams + (u64)row * 4u * hidden + i;
     float a = fn_ld(s), b = fn_ld(s + hidden), c = fn_ld(s + 2u * hidden), d = fn_ld(s + 3u * hidden);
     s[0] = fn_fma(p.x, v, a);

@@ -22,8 +22,8 @@ FN_DEVICE void sum_units(const float* part, u32 units, u64 stride, u32 width_cap
         for (u32 i = 0; i < BATCH; i++) {
             if (first + i < units) {
                 const float* at = part + (first + i) * stride;
-                g[i] = fn_ldg(reinterpret_cast<const float4*>(at));
-                p[i] = fn_ldg(reinterpret_cast<const float4*>(at + width_cap));
+                g[i] = fn_ld(reinterpret_cast<const float4*>(at));
+                p[i] = fn_ld(reinterpret_cast<const float4*>(at + width_cap));
             }
         }
 #pragma unroll
@@ -45,8 +45,10 @@ FN_DEVICE void sum_units(const float* part, u32 units, u64 stride, u32 width_cap
 FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const float* part, u16* x,
            u32 hidden, u32 n_slots, u32 width_cap)) {
     using namespace FN_NAMESPACE;
+    fn_let_next();
     u32 row = blockIdx.z, slot = row * n_slots + blockIdx.y, lane = threadIdx.x & 31u;
     u32 block = 4u * blockIdx.x + (threadIdx.x >> 5), k = 128u * block + 4u * lane;
+    fn_wait_prior();
     u32 n_rows = fn_ld(&round->n_rows), rows_cap = fn_ld(&round->rows_cap);
     if (row >= n_rows) return;
     const FnLine& line = lines[fn_ld(&routes[slot].expert)];

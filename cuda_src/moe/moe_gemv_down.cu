@@ -13,6 +13,8 @@
 
 FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const u16* x, float* part,
            u32 hidden, u32 n_slots, u32 width_cap)) {
+    fn_let_next();
+    fn_wait_prior();
     u32 row = blockIdx.z, n_rows = round->n_rows, rows_cap = round->rows_cap;
     u64 dot = (u64)row * n_slots + blockIdx.y;
     u32 expert = routes[dot].expert;

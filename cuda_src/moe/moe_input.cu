@@ -10,10 +10,12 @@
 
 FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const float* m, u16* x,
            u32 hidden, u32 n_slots)) {
+    fn_let_next();
     u32 row = blockIdx.z, slot = blockIdx.y >> 1, which = blockIdx.y & 1u;
     u32 block = 4u * blockIdx.x + (threadIdx.x >> 5), lane = threadIdx.x & 31u;
+    fn_wait_prior();
     if (row >= fn_ld(&round->n_rows) || 128u * block >= hidden) return;  // whole warps
-    float4 in = fn_ldg(reinterpret_cast<const float4*>(m + (u64)row * hidden + 128u * block) + lane);
+    float4 in = fn_ld(reinterpret_cast<const float4*>(m + (u64)row * hidden + 128u * block) + lane);
     const FnLine& line = lines[fn_ld(&routes[row * n_slots + slot].expert)];
     u64 suh = which ? line.up.suh : line.gate.suh;
     float v[4] = {in.x, in.y, in.z, in.w};

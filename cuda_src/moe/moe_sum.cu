@@ -27,7 +27,9 @@ FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, con
            u32 hidden, u32 n_slots, u32 n_experts, u32 width_cap)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(SumShared, s);
+    fn_let_next();
     u32 block = blockIdx.x, row = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31u;
+    fn_wait_prior();
     u32 n_rows = fn_ld(&round->n_rows), rows_cap = fn_ld(&round->rows_cap);
     if (row >= n_rows) return;
     u64 stride = (u64)rows_cap * n_slots * hidden;

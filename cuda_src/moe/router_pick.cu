@@ -47,11 +47,13 @@ FN_KERNEL((const FnRound* round, const float* logits, const float* shared, FnRou
            u32 n_active)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(RouterShared, s);
+    fn_let_next();
     u32 row = blockIdx.x, lane = threadIdx.x, below = (1u << lane) - 1u;
+    fn_wait_prior();
     if (row >= fn_ld(&round->n_rows)) return;
     const float* l = logits + row * n_experts;
     FnRoute* to = routes + row * (n_active + 1u);
-    float gate = fn_ldg(shared + row);
+    float gate = fn_ld(shared + row);
 
     u32 best = 0;
     for (u32 first = 0; first < n_experts; first += 32u * BATCH) {
@@ -59,7 +61,7 @@ FN_KERNEL((const FnRound* round, const float* logits, const float* shared, FnRou
 #pragma unroll
         for (u32 i = 0; i < BATCH; i++) {
             u32 id = first + 32u * i + lane;
-            v[i] = id < n_experts ? fn_ldg(l + id) : 0.f;
+            v[i] = id < n_experts ? fn_ld(l + id) : 0.f;
         }
 #pragma unroll
         for (u32 i = 0; i < BATCH; i++) {

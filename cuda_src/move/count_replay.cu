@@ -8,6 +8,8 @@
 #include "tables.cuh"
 
 FN_KERNEL((const FnRound* round, u64* counts)) {
+    fn_let_next();
+    fn_wait_prior();
     if (threadIdx.x == 0) {
         fn_atomic_add_u64(counts, 1u);
         fn_atomic_add_u64(counts + 1, fn_ld(&round->n_rows));

@@ -21,7 +21,7 @@ struct Fill {
 };
 
 FN_DEVICE Fill fill_at(const FnFill* fill) {
-    return Fill{fn_ldg(&fill->to), fn_ldg(&fill->from), fn_ldg(&fill->bytes) / 16u};
+    return Fill{fn_ld(&fill->to), fn_ld(&fill->from), fn_ld(&fill->bytes) / 16u};
 }
 
 FN_DEVICE void copy(const Fill& fill, u32 first) {
@@ -43,6 +43,8 @@ FN_DEVICE void copy(const Fill& fill, u32 first) {
 
 FN_KERNEL((const FnCache* cache, const FnFill* fills)) {
     using namespace FN_NAMESPACE;
+    fn_let_next();
+    fn_wait_prior();
     u32 n_fills = fn_ld(&cache->n_fills);
     if (n_fills == 0) return;
     u32 piece = blockIdx.x;  // the block's next one, counted from the first of fill i

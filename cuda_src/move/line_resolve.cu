@@ -60,10 +60,12 @@ FN_KERNEL((const FnRound* round, const FnRoute* routes, FnLine* lines, FnHome* h
            FnCache* cache, FnFill* fills, u32 n_experts, u32 n_slots)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(ResolveShared, s);
+    fn_let_next();
     u32 t = threadIdx.x, lane = t & 31u, warp = t >> 5, active = n_slots - 1u;
+    fn_wait_prior();
     u32 n_rows = fn_ld(&round->n_rows), n_lines = fn_ld(&cache->n_lines), clock = fn_ld(&cache->clock) + 1u;
     // the first row's are asked for before it is known that there is one
-    u32 expert[PAIRS] = {t < active ? fn_ldg(routes + t).expert : 0u};
+    u32 expert[PAIRS] = {t < active ? fn_ld(routes + t).expert : 0u};
     if (n_rows == 0) {
         if (t == 0) cache->n_fills = 0;
         return;
@@ -73,7 +75,7 @@ FN_KERNEL((const FnRound* round, const FnRoute* routes, FnLine* lines, FnHome* h
 #pragma unroll
     for (u32 i = 0; i < PAIRS; i++) {
         u32 p = t + FN_THREADS * i;
-        if (p >= active && p < n_pairs) expert[i] = fn_ldg(routes + p + p / active).expert;
+        if (p >= active && p < n_pairs) expert[i] = fn_ld(routes + p + p / active).expert;
     }
 #pragma unroll
     for (u32 i = 0; i < PAIRS; i++) {

@@ -3,7 +3,8 @@
 // block barrier;
 //             2 a lane exits before a collective of its warp; 3 a warp exits before a block barrier; 4 lanes
 //             of a warp in different collectives; 5 writes past its shared memory; 6 writes x; 7 reads far
-//             outside; 8 loads misaligned; 9 writes y[index]; 10 divides by x[0] (an integer).
+//             outside; 8 loads misaligned; 9 writes y[index]; 10 divides by x[0] (an integer).  Of a programmatic
+//             launch, y = x + 1: 11 nothing wrong; 12 reads x before fn_wait_prior; 13 a warp does not wait.
 // Launch      grid (any), block 128, shared FaultShared.
 #include "../warp.cuh"
 
@@ -15,7 +16,10 @@ struct FaultShared {
 
 FN_KERNEL((const u32* x, u32* y, u32 mode, u32 index)) {
     FN_SHARED(FN_NAMESPACE::FaultShared, shared);
-    u32 t = threadIdx.x, lane = t & 31, v = x[t];
+    fn_let_next();
+    u32 t = threadIdx.x, lane = t & 31, v = mode == 12 ? x[t] + 1 : 0;
+    if (mode != 13 || t < 96) fn_wait_prior();
+    if (mode != 12) v = x[t] + (mode == 11 || mode == 13 ? 1 : 0);
     shared.value[t & 7] = 0;
     if (mode == 1 && lane < 16) __syncthreads();
     if (mode == 1 && lane >= 16) v += fn_ballot(true);

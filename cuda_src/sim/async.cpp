@@ -45,6 +45,7 @@ void async_wait(unsigned n_newest) {
     }
     q.copies.erase(q.copies.begin(), q.copies.begin() + (long)n);
 }
+bool async_pending() { return !queues.empty() || n_issued; }
 void async_forget() {
     if (!queues.empty()) queues.clear();
     n_issued = 0;

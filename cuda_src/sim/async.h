@@ -8,6 +8,7 @@ FN_SIM_HIDDEN void async_copy(void* to, const void* from, unsigned size_bytes);
 FN_SIM_HIDDEN void async_commit();
 FN_SIM_HIDDEN void async_wait(unsigned n_newest);
 FN_SIM_HIDDEN void async_forget();  // a block begins: what the one before left behind never happens
+FN_SIM_HIDDEN bool async_pending();  // whether a fiber of the block has issued a copy
 }  // namespace fnsim
 
 template <u32 BYTES>

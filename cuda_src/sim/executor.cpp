@@ -1,5 +1,7 @@
 // executor.cpp: runs launches.  Owns fiber stacks, block scheduling, barriers, collectives, and the handlers
 // that turn a fault inside a kernel into a launch failure.  Called by stream.cpp only.
+//
+// Over 500 lines: all of it shares the running fiber's state, which must stay in one file's thread locals.
 #include "async.h"
 #include "runtime.h"
 
@@ -89,6 +91,7 @@ struct Bench {
     }
 };
 thread_local Bench* bench __attribute__((tls_model("initial-exec")));
+std::vector<Bench*> spare_benches;  // of blocks that ran early
 thread_local const Kernel* kernel __attribute__((tls_model("initial-exec")));
 thread_local void** arguments __attribute__((tls_model("initial-exec")));
 
@@ -160,11 +163,19 @@ inline void resume(Fiber* f) {
              T.n_threads);
     fail(what);
 }
+// No fiber can run: the block goes no further before its launch begins, or never.
+inline void halt() {
+    if (!T.early || !T.waited) report_deadlock();
+    Fiber* me = T.current;
+    switch_to(&me->context, T.host_context);
+}
 inline void wait() {
     T.warp->ready &= ~(1u << T.current->lane);
     Fiber* next = pick();
-    if (__builtin_expect(!next, 0)) report_deadlock();
-    resume(next);
+    if (__builtin_expect(next != nullptr, 1))
+        resume(next);
+    else
+        halt();
 }
 
 void fiber_main() {
@@ -181,9 +192,10 @@ void fiber_main() {
             switch_to(&me->context, T.host_context);
             continue;
         }
-        Fiber* next = pick();
-        if (!next) report_deadlock();
-        resume(next);
+        if (Fiber* next = pick())
+            resume(next);
+        else
+            halt();
     }
 }
 
@@ -208,9 +220,44 @@ void prepare(Bench& b, int t) {
 #endif
 }
 
-void run_block(Bench& b, Dim at) {
+void run_ready(Bench& b) {
+    Fiber* first = T.random ? pick() : b.fibers;
+    T.current = first;
+    T.warp = b.warps + first->warp;
+    T.inside = true;
+    switch_to(&T.host_context, first->context);
+    T.inside = false;
+    if (T.failed) b.made = 0;
+}
+
+// The block has ended.  waits: every thread must have called fn_wait_prior, once.
+void end_block(Bench& b, bool waits) {
+    const Dim& at = T.block;
+    const unsigned bytes = kernel->shared_bytes;
+    if (!T.failed && bytes)
+        for (size_t i = 0; i < kSharedGuard; i++)
+            if (b.shared[bytes + i] != 0xff) {
+                snprintf(b.text, sizeof b.text,
+                         "kernel %s block (%u,%u,%u): wrote %zu bytes past its %u bytes of shared memory",
+                         kernel->name, at.x, at.y, at.z, i + 1, bytes);
+                T.failed = true;
+                break;
+            }
+    if (!T.failed && waits && T.waited != T.n_threads) {
+        snprintf(b.text, sizeof b.text,
+                 "kernel %s block (%u,%u,%u): fn_wait_prior was called %d times by %d threads", kernel->name,
+                 at.x, at.y, at.z, T.waited, T.n_threads);
+        T.failed = true;
+    }
+    if (T.failed) b.made = 0;
+}
+
+// early: up to fn_wait_prior.
+void run_block(Bench& b, Dim at, bool early) {
     const int n = (int)kernel->block;
     T.block = at;
+    T.early = early;
+    T.waited = 0;
     T.fibers = b.fibers;
     T.warps = b.warps;
     T.shared = b.shared;
@@ -222,7 +269,7 @@ void run_block(Bench& b, Dim at) {
     const unsigned bytes = kernel->shared_bytes;
     if (bytes) memset(b.shared, 0xff, bytes + kSharedGuard);
     for (int i = 0; i < T.n_warps; i++) {
-        b.warps[i].arrived = 0;
+        b.warps[i].arrived = b.warps[i].parked = 0;
         b.warps[i].alive = b.warps[i].ready = 0xffffffffu;
     }
     for (int t = b.made; t < n; t++) {
@@ -234,23 +281,33 @@ void run_block(Bench& b, Dim at) {
     if (n > b.made) b.made = n;
     T.current = b.fibers;
     T.warp = b.warps;
-    Fiber* first = T.random ? pick() : b.fibers;
-    T.current = first;
-    T.warp = b.warps + first->warp;
-    T.inside = true;
-    switch_to(&T.host_context, first->context);
-    T.inside = false;
-    if (!T.failed && bytes)
-        for (size_t i = 0; i < kSharedGuard; i++)
-            if (b.shared[bytes + i] != 0xff) {
-                snprintf(b.text, sizeof b.text,
-                         "kernel %s block (%u,%u,%u): wrote %zu bytes past its %u bytes of shared memory",
-                         kernel->name, at.x, at.y, at.z, i + 1, bytes);
-                T.failed = true;
-                break;
-            }
-    if (T.failed) b.made = 0;
+    run_ready(b);
 }
+
+Dim block_at(u64 at, Dim grid) {
+    return Dim{(unsigned)(at % grid.x), (unsigned)(at / grid.x % grid.y), (unsigned)(at / grid.x / grid.y)};
+}
+u64 block_random(u64 seed, u64 at) { return seed ? mix(seed ^ mix(at + 1)) | 1 : 0; }
+
+// The rounding mode of kernels while it lives: no flush to zero, whatever the host process has set.
+struct Rounding {
+#if defined(__x86_64__)
+    const unsigned mode = _mm_getcsr();
+    Rounding() { _mm_setcsr(0x1f80); }
+    ~Rounding() { _mm_setcsr(mode); }
+#endif
+};
+
+// What the host thread's blocks run on and from, while it lives.
+struct Seat {
+    Bench* const bench_before = bench;
+    Seat(Bench* b, const Kernel& k, void** args) {
+        bench = b;
+        kernel = &k;
+        arguments = args;
+    }
+    ~Seat() { bench = bench_before; }
+};
 
 // ---- faults inside kernels ----
 struct sigaction previous[65];
@@ -325,15 +382,85 @@ void warp_release() {
 void warp_barrier() {
     if (warp_arrive(OP_SYNC)) warp_release();
 }
+void wait_prior() {
+    T.waited++;
+    if (__builtin_expect(!T.early, 1)) return;
+    if (async_pending()) fail("copies under way at fn_wait_prior are not modelled");
+    T.warp->parked |= 1u << T.current->lane;
+    wait();
+}
 void misaligned(const void* address, size_t size_bytes) {
     char what[100];
     snprintf(what, sizeof what, "misaligned access of %zu bytes at %p", size_bytes, address);
     fail(what);
 }
 
+// ---- blocks ahead of their launch ----
+// A block that has run up to fn_wait_prior, on a bench of its own.  Fibers stay on their host thread: compilers
+// keep addresses of thread-local data over a switch.
+struct Parked {
+    const Kernel& kernel;
+    const Dim grid;
+    std::vector<u64> values;
+    std::vector<void*> pointers;
+    u64 at = 0;
+    const size_t thread = this_thread();
+    Bench* bench = nullptr;
+    Running state;
+
+    Parked(const Kernel& k, Dim grid, const std::vector<u64>& args)
+        : kernel(k), grid(grid), values(args), pointers(args.size()) {
+        for (size_t i = 0; i < values.size(); i++) pointers[i] = &values[i];
+        if (spare_benches.empty()) {
+            bench = new Bench;
+        } else {
+            bench = spare_benches.back();
+            spare_benches.pop_back();
+        }
+    }
+    ~Parked() {
+        bench->made = 0;  // fibers that were left where they stood
+        spare_benches.push_back(bench);
+    }
+};
+
+std::shared_ptr<Parked> run_early(const Kernel& k, Dim grid, const std::vector<u64>& args, u64 seed, char* text,
+                                  size_t text_bytes) {
+    install_fault_handlers();
+    auto p = std::make_shared<Parked>(k, grid, args);
+    p->at = mix(seed) % ((u64)grid.x * grid.y * grid.z);
+    Rounding rounding;
+    Seat seat(p->bench, k, p->pointers.data());
+    T.grid = grid;
+    T.random = block_random(seed, p->at);
+    run_block(*p->bench, block_at(p->at, grid), true);
+    if (!T.failed && !T.alive) end_block(*p->bench, true);
+    if (T.failed) {
+        snprintf(text, text_bytes, "%s", p->bench->text);
+        return nullptr;
+    }
+    p->state = T;
+    return p;
+}
+
+static bool run_rest(Parked& p, char* text, size_t text_bytes) {
+    Rounding rounding;
+    Seat seat(p.bench, p.kernel, p.pointers.data());
+    T = p.state;
+    T.early = false;
+    for (int i = 0; i < T.n_warps; i++) {
+        T.warps[i].ready |= T.warps[i].parked;
+        T.warps[i].parked = 0;
+    }
+    run_ready(*p.bench);
+    end_block(*p.bench, true);
+    if (T.failed) snprintf(text, text_bytes, "%s", p.bench->text);
+    return !T.failed;
+}
+
 // ---- launch ----
-bool launch(const Kernel& k, Dim grid, void** args, u64 seed, unsigned n_workers, char* text,
-            size_t text_bytes) {
+bool launch(const Kernel& k, Dim grid, void** args, u64 seed, unsigned n_workers, bool programmatic,
+            Parked* parked, char* text, size_t text_bytes) {
     install_fault_handlers();
     const u64 n_blocks = (u64)grid.x * grid.y * grid.z;
     // shuffled block order: a walk with an odd-ish stride that has no factor in common with the count
@@ -352,6 +479,8 @@ bool launch(const Kernel& k, Dim grid, void** args, u64 seed, unsigned n_workers
             c = n_blocks;
         }
     }
+    if (parked && parked->thread != this_thread()) parked = nullptr;  // it has written nothing: as if it had not run
+    if (parked && !run_rest(*parked, text, text_bytes)) return false;
     std::atomic<u64> next{0};
     std::atomic<bool> bad{false};
     std::mutex mutex;
@@ -360,24 +489,19 @@ bool launch(const Kernel& k, Dim grid, void** args, u64 seed, unsigned n_workers
         kernel = &k;
         arguments = args;
         T.grid = grid;
-#if defined(__x86_64__)
-        const unsigned mode = _mm_getcsr();
-        _mm_setcsr(0x1f80);  // no flush to zero, round to nearest, whatever the host process has set
-#endif
+        Rounding rounding;
         for (u64 i; !bad && (i = next++) < n_blocks;) {
             const u64 at = seed ? (start + (unsigned __int128)i * stride % n_blocks) % n_blocks : i;
-            T.random = seed ? mix(seed ^ mix(at + 1)) | 1 : 0;
-            run_block(*bench, Dim{(unsigned)(at % grid.x), (unsigned)(at / grid.x % grid.y),
-                                  (unsigned)(at / grid.x / grid.y)});
+            if (parked && at == parked->at) continue;
+            T.random = block_random(seed, at);
+            run_block(*bench, block_at(at, grid), false);
+            end_block(*bench, programmatic);
             if (T.failed) {
                 std::lock_guard<std::mutex> hold(mutex);
                 if (!bad) snprintf(text, text_bytes, "%s", bench->text);
                 bad = true;
             }
         }
-#if defined(__x86_64__)
-        _mm_setcsr(mode);
-#endif
     };
     if (n_workers > 1 && n_blocks > 1)
         run_on_workers(n_workers, work);

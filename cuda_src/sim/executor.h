@@ -29,6 +29,7 @@ struct Fiber {
 // one, and no lane can enter the one after that before all have read.
 struct alignas(64) Warp {
     unsigned arrived, alive, ready, op, parity, ballot[2];
+    unsigned parked;                  // lanes in wait_prior of a block that runs early
     unsigned long long slot[2][32];   // exchanges: read by every lane
     unsigned long long input[32];     // reductions: read by the last lane only
     alignas(64) float values[4][32];  // hadamard, ldmatrix: in and out, transposed
@@ -50,6 +51,8 @@ struct Running {
     int n_threads, n_warps, at_barrier, alive;
     void* host_context;
     bool inside, failed;
+    bool early;   // the launches before are not done: wait_prior parks
+    int waited;   // threads that called wait_prior
     unsigned long long random;
 };
 // __thread, not thread_local: that would call a wrapper at every access
@@ -69,6 +72,7 @@ enum Op : unsigned {
 };
 
 FN_SIM_HIDDEN void block_barrier();
+FN_SIM_HIDDEN void wait_prior();
 FN_SIM_HIDDEN void warp_barrier();
 FN_SIM_HIDDEN bool warp_arrive(unsigned op);  // true in the last lane: do the work, then warp_release
 FN_SIM_HIDDEN void warp_release();

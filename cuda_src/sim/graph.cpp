@@ -87,8 +87,10 @@ Result run_plan(Context& c, Plan& p) {
     }
     std::vector<size_t> missing(n);
     std::vector<std::vector<size_t>> next(n);
-    std::vector<size_t> ready;
+    std::vector<size_t> ready, follower(n, n);  // by a programmatic edge
     for (size_t i = 0; i < n; i++) {
+        p.nodes[i].work.parked.reset();
+        if (p.nodes[i].early) follower[p.nodes[i].after[0]] = i;
         missing[i] = p.nodes[i].after.size();
         for (size_t j : p.nodes[i].after) next[j].push_back(i);
         if (!missing[i]) ready.push_back(i);
@@ -97,6 +99,10 @@ Result run_plan(Context& c, Plan& p) {
         const size_t k = mix(settings.seed * 3 + ++world.draws) % ready.size(), i = ready[k];
         ready[k] = ready.back();
         ready.pop_back();
+        std::vector<Work*> chain;
+        for (size_t j = follower[i]; j < n && chain.size() < kEarlyLaunches; j = follower[j])
+            chain.push_back(&p.nodes[j].work);
+        if (Result r = start_early(c, chain)) return r;
         if (Result r = execute(c, p.nodes[i].work)) return r;
         for (size_t j : next[i])
             if (!--missing[j]) ready.push_back(j);
@@ -145,7 +151,8 @@ ENTRY(cuGraphGetNodes, CURRENT, (u64 graph, u64* nodes, size_t* n)) {
     *n = nodes ? std::min(*n, have.size()) : have.size();
     return OK;
 }
-// edge data (8 bytes an edge) is zero for plain dependencies
+// edge data (8 bytes an edge) is zero for plain dependencies; CUgraphEdgeData: from_port, to_port, type
+constexpr u64 kProgrammaticEdge = 1 | 1 << 16;  // from the kernel's programmatic port, of type programmatic
 ENTRY(cuGraphGetEdges, CURRENT, (u64 graph, u64* from, u64* to, u64* data, size_t* n)) {
     Graph* g = find(world.graphs, graph, "graph");
     if (!g) return INVALID_HANDLE;
@@ -155,7 +162,7 @@ ENTRY(cuGraphGetEdges, CURRENT, (u64 graph, u64* from, u64* to, u64* data, size_
             if (from && to && count < *n) {
                 from[count] = g->plan->nodes[i].id;
                 to[count] = node.id;
-                if (data) data[count] = 0;
+                if (data) data[count] = node.early ? kProgrammaticEdge : 0;
             }
             count++;
         }
@@ -238,7 +245,7 @@ ENTRY(cuGraphExecUpdate, CURRENT, (u64 exec, u64 graph, UpdateResult* out)) {
     *out = UpdateResult{0, 0, 0};
     int why = a.size() == b.size() ? 0 : 2;  // CUgraphExecUpdateResult: 2 topology, 3 node type, 4 function
     for (size_t i = 0; !why && i < a.size(); i++) {
-        if (a[i].after != b[i].after)
+        if (a[i].after != b[i].after || a[i].early != b[i].early)
             why = 2;
         else if (a[i].work.kind != b[i].work.kind)
             why = 3;

@@ -159,9 +159,8 @@ ENTRY(cuOccupancyMaxActiveBlocksPerMultiprocessor, CURRENT,
     *out = (int)n;
     return OK;
 }
-ENTRY(cuLaunchKernel, CURRENT,
-      (u64 function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-       unsigned shared, u64 stream, void** params, void** extra)) {
+static Result give(u64 function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, u64 stream, void** params, void** extra, bool programmatic) {
     Function* f = find_function(function);
     Stream* s = f ? find_stream(stream) : nullptr;
     if (!s) return INVALID_HANDLE;
@@ -187,9 +186,44 @@ ENTRY(cuLaunchKernel, CURRENT,
     w.function = function;
     w.kernel = &k;
     w.grid = Dim{gx, gy, gz};
+    w.programmatic = programmatic;
     w.args.resize(n);
     for (size_t i = 0; i < n; i++) memcpy(&w.args[i], params[i], argument_bytes(k, i));
     return submit(*s, std::move(w));
+}
+ENTRY(cuLaunchKernel, CURRENT,
+      (u64 function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+       unsigned shared, u64 stream, void** params, void** extra)) {
+    return give(function, gx, gy, gz, bx, by, bz, shared, stream, params, extra, false);
+}
+struct LaunchAttribute {  // CUlaunchAttribute
+    int id, pad;
+    union {
+        int flag;
+        u64 bytes[8];
+    } value;
+};
+struct LaunchConfig {  // CUlaunchConfig
+    unsigned grid[3], block[3], shared_bytes;
+    u64 stream;
+    LaunchAttribute* attributes;
+    unsigned n_attributes;
+};
+static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56, "as in cuda.h");
+ENTRY(cuLaunchKernelEx, CURRENT, (const LaunchConfig* c, u64 function, void** params, void** extra)) {
+    if (!c || (c->n_attributes && !c->attributes)) return INVALID_VALUE;
+    bool programmatic = false;
+    for (unsigned i = 0; i < c->n_attributes; i++) {
+        const LaunchAttribute& a = c->attributes[i];
+        if (a.id == 0) continue;
+        if (a.id != 6) return finding(NOT_SUPPORTED, "launch attribute %d", a.id);  // 6: programmatic serialization
+        programmatic = a.value.flag != 0;
+    }
+    if (programmatic && settings.generation < 90)
+        return finding(NOT_SUPPORTED, "programmatic launch on compute capability %llu.%llu",
+                       settings.generation / 10, settings.generation % 10);
+    return give(function, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2],
+                c->shared_bytes, c->stream, params, extra, programmatic);
 }
 
 }  // namespace fnsim

@@ -16,6 +16,7 @@ namespace fnsim {
 
 typedef int Result;                                // CUresult
 constexpr unsigned kOptInSharedBytes = 227 << 10;  // most shared memory a block may have
+constexpr size_t kEarlyLaunches = 3;               // most launches that are ahead of a running kernel
 constexpr long long kModuleBytes = 64 << 10;       // what a loaded module takes of its device
 constexpr long long kExecBytes = 64 << 10;         // what an executable takes, and in these steps
 constexpr long long kNodeBytes = 512;              // for each of its nodes
@@ -75,8 +76,14 @@ FN_SIM_HIDDEN Result finding(Result code, const char* format, ...) __attribute__
 FN_SIM_HIDDEN bool error_words(Result code, const char** name, const char** text);
 
 // executor.cpp, mma.cpp, workers.cpp
-FN_SIM_HIDDEN bool launch(const Kernel& k, Dim grid, void** args, u64 seed, unsigned n_workers, char* text,
-                          size_t text_bytes);
+struct Parked;
+// programmatic: every thread must call fn_wait_prior.  parked: a block of it that has run up to there, or null.
+FN_SIM_HIDDEN bool launch(const Kernel& k, Dim grid, void** args, u64 seed, unsigned n_workers, bool programmatic,
+                          Parked* parked, char* text, size_t text_bytes);
+// A block, by seed, of a programmatic launch up to fn_wait_prior, before what comes before it is done.  Null:
+// it failed.
+FN_SIM_HIDDEN std::shared_ptr<Parked> run_early(const Kernel& k, Dim grid, const std::vector<u64>& args, u64 seed,
+                                                char* text, size_t text_bytes);
 FN_SIM_HIDDEN void set_mma_generation(unsigned generation);
 FN_SIM_HIDDEN void run_on_workers(unsigned n, const std::function<void()>& job);
 
@@ -122,6 +129,8 @@ struct Work {
     const Kernel* kernel = nullptr;
     Dim grid = {0, 0, 0};
     std::vector<u64> args;
+    bool programmatic = false;
+    std::shared_ptr<Parked> parked;
     // copy (bytes travel in `image` when the source was pageable) and fill
     u64 to = 0, from = 0, size = 0;
     std::shared_ptr<std::vector<unsigned char>> image;
@@ -135,6 +144,7 @@ struct Node {
     Work work;
     std::vector<size_t> after;
     std::vector<void*> pointers;
+    bool early = false;  // its one edge is programmatic, from a kernel
 };
 struct Plan {
     std::vector<Node> nodes;
@@ -242,6 +252,7 @@ FN_SIM_HIDDEN std::string captured_by(u64 base, u64 size);  // graph.cpp: which 
 FN_SIM_HIDDEN Stream* find_stream(u64 handle);  // 0, 1, 2: the current context's legacy stream
 FN_SIM_HIDDEN Result submit(Stream& s, Work&& work);
 FN_SIM_HIDDEN Result execute(Context& c, Work& w);
+FN_SIM_HIDDEN Result start_early(Context& c, const std::vector<Work*>& chain);  // launches behind the next one
 FN_SIM_HIDDEN Result drain(Stream& s);
 FN_SIM_HIDDEN Result drain_context(Context& c);
 FN_SIM_HIDDEN Result drain_mark(Mark& m);

@@ -60,6 +60,9 @@ static inline float4 make_float4(float x, float y, float z, float w) { return {x
 #define gridDim (fnsim::T.grid)
 static inline void __syncthreads() { fnsim::block_barrier(); }
 static inline void __syncwarp() { fnsim::warp_barrier(); }
+static inline void fn_wait_prior() { fnsim::wait_prior(); }
+static inline void fn_let_next() {}
+static inline void fn_prefetch_l2(u64) {}
 
 FN_DEVICE float fn_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 FN_DEVICE float fn_mul(float a, float b) { return a * b; }
@@ -196,5 +199,9 @@ FN_DEVICE T fn_ld(const T* p) {
 }
 template <class T>
 FN_DEVICE T fn_ldg(const T* p) {
+    return fn_ld(p);
+}
+template <class T>
+FN_DEVICE T fn_ld_here(const T* p) {
     return fn_ld(p);
 }

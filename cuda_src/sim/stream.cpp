@@ -73,7 +73,29 @@ static u64 argument_end(const Work& w, u64 address, const Allocation& a) {
     return end;
 }
 
+static Result kernel_failed(Context& c, const char* text) {
+    const Result code = strstr(text, "illegal address")     ? ILLEGAL_ADDRESS
+                        : strstr(text, "misaligned access") ? MISALIGNED_ADDRESS
+                                                            : LAUNCH_FAILED;
+    finding(code, "%s", text);
+    return fail_context(c, code);
+}
+
+// Programmatic launches that follow one another behind a kernel that is about to run: by seed a block of each
+// runs up to fn_wait_prior now.  So an early read of what any of the kernels before writes gets old bytes.
+Result start_early(Context& c, const std::vector<Work*>& chain) {
+    if (settings.skip_kernels) return OK;
+    for (Work* w : chain) {
+        if (w->parked || mix(settings.seed ^ ++world.draws * 0x2dull) & 1) continue;
+        char text[512];
+        w->parked = run_early(*w->kernel, w->grid, w->args, mix(settings.seed + world.draws) | 1, text, sizeof text);
+        if (!w->parked) return kernel_failed(c, text);
+    }
+    return OK;
+}
+
 static Result run_kernel(Context& c, Work& w) {
+    const std::shared_ptr<Parked> parked = std::move(w.parked);
     if (settings.skip_kernels) {
         world.launches++;
         return OK;
@@ -101,13 +123,9 @@ static Result run_kernel(Context& c, Work& w) {
     char text[512];
     world.launches++;
     const u64 seed = settings.seed ? mix(settings.seed ^ mix(++world.seeded_launches)) | 1 : 0;
-    if (!launch(*w.kernel, w.grid, pointers, seed, (unsigned)settings.n_workers, text, sizeof text)) {
-        const Result code = strstr(text, "illegal address")     ? ILLEGAL_ADDRESS
-                            : strstr(text, "misaligned access") ? MISALIGNED_ADDRESS
-                                                                : LAUNCH_FAILED;
-        finding(code, "%s", text);
-        return fail_context(c, code);
-    }
+    if (!launch(*w.kernel, w.grid, pointers, seed, (unsigned)settings.n_workers, w.programmatic, parked.get(), text,
+                sizeof text))
+        return kernel_failed(c, text);
     for (const Watch& x : watched)
         if (argument_hash(x.from, x.to) != x.hash) {
             finding(LAUNCH_FAILED, "kernel %s wrote bytes of argument %zu, which it declares as read only",
@@ -145,6 +163,14 @@ static bool head_ready(const Stream& s) {
 static Result run_head(Stream& s) {
     Work w = std::move(s.queue.front());
     s.queue.pop_front();
+    if (settings.seed && w.kind == Work::KERNEL) {
+        std::vector<Work*> chain;
+        for (Work& next : s.queue) {
+            if (next.kind != Work::KERNEL || !next.programmatic || chain.size() == kEarlyLaunches) break;
+            chain.push_back(&next);
+        }
+        if (Result r = start_early(*s.context, chain)) return r;
+    }
     return execute(*s.context, w);
 }
 
@@ -222,7 +248,9 @@ Result submit(Stream& s, Work&& w) {
     if (s.capture) {
         if (!s.capture->valid) return CAPTURE_INVALIDATED;
         std::vector<Node>& nodes = s.capture->plan->nodes;
-        nodes.push_back(Node{new_handle(NODE), std::move(w), s.frontier, {}});
+        const bool early =
+            w.programmatic && s.frontier.size() == 1 && nodes[s.frontier[0]].work.kind == Work::KERNEL;
+        nodes.push_back(Node{new_handle(NODE), std::move(w), s.frontier, {}, early});
         s.frontier = {nodes.size() - 1};
         return OK;
     }

@@ -26,6 +26,8 @@ FN_DEVICE bool stops_at(const FnAhead* ahead, u32 token) {
 FN_KERNEL((FnRound* round, FnRow* rows, FnRun* runs, FnAhead* aheads, const u32* tokens, const u32* status,
            FnDrawn* ring, u32 ring_steps)) {
     using namespace FN_NAMESPACE;
+    fn_let_next();
+    fn_wait_prior();
     u32 r = threadIdx.x;
     FnRow row = {};
     u32 token = 0;

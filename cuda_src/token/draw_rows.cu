@@ -87,7 +87,7 @@ struct Row {
             float4 v[Batch];
 #pragma unroll
             for (u32 b = 0; b < Batch; ++b)
-                if (i + b * FN_THREADS < n_quads) v[b] = fn_ldg(quads + i + b * FN_THREADS);
+                if (i + b * FN_THREADS < n_quads) v[b] = fn_ld(quads + i + b * FN_THREADS);
 #pragma unroll
             for (u32 b = 0; b < Batch; ++b) {
                 u32 id = 4 * (i + b * FN_THREADS);
@@ -95,7 +95,7 @@ struct Row {
                 visit(v[b].x, id), visit(v[b].y, id + 1), visit(v[b].z, id + 2), visit(v[b].w, id + 3);
             }
         }
-        for (u32 i = 4 * n_quads + threadIdx.x; i < vocab; i += FN_THREADS) visit(fn_ldg(logits + i), i);
+        for (u32 i = 4 * n_quads + threadIdx.x; i < vocab; i += FN_THREADS) visit(fn_ld(logits + i), i);
     }
     template <class F> FN_DEVICE void each(F visit) const {
         each_logit<1>([&](float logit, u32 id) { visit(key(logit, id)); });
@@ -267,7 +267,9 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const f
            u32* status, u32 vocab)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(DrawShared, s);
+    fn_let_next();
     u32 r = blockIdx.x;
+    fn_wait_prior();
     if (r >= round->n_rows || !(rows[r].emit & 2u)) return;
     FnSlot slot = slots[rows[r].slot];
     Row row = {logits + (u64)r * vocab, vocab, slot.temperature};

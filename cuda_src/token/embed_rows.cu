@@ -10,9 +10,12 @@
 
 FN_KERNEL((const FnRound* round, const FnRow* rows, const u16* table, u32 format, float* streams,
            u32 hidden)) {
+    fn_let_next();
     u32 r = blockIdx.y, i = 4u * (blockIdx.x * FN_THREADS + threadIdx.x);
+    fn_wait_prior();
     if (r >= round->n_rows || i >= hidden) return;
-    uint2 w = fn_ldg(reinterpret_cast<const uint2*>(table + (u64)rows[r].token * hidden + i));
+    const u16* row = table + (u64)rows[r].token * hidden;
+    uint2 w = fn_ldg(reinterpret_cast<const uint2*>(row + i));
     float4 v;
     if (format == FN_FORMAT_BF16) {
         v.x = fn_b2f((u16)w.x), v.y = fn_b2f((u16)(w.x >> 16));

@@ -60,7 +60,9 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const u16* table, u32 bits, 
            u32 row_dim, u16* emb, u32 tiled, u32 gathered)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(NgramShared, s);
+    fn_let_next();
     u32 r = blockIdx.y, head = blockIdx.x;
+    fn_wait_prior();
     if (r >= round->n_rows) return;
     u32 n_words = bits ? 1u + row_dim * bits / 16u : row_dim;
     u64 i_row = gathered ? (u64)r * n_heads + head
@@ -68,14 +70,14 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const u16* table, u32 bits, 
     const u16* source = table + i_row * n_words;
     float scale = 1.f;
     if (bits) {
-        scale = fn_h2f(fn_ldg(source));
+        scale = fn_h2f(fn_ld(source));
         for (u32 w = threadIdx.x; w < n_words; w += FN_THREADS)
-            s.word[w] = w + 1u < n_words ? fn_ldg(source + 1 + w) : (u16)0;
+            s.word[w] = w + 1u < n_words ? fn_ld(source + 1 + w) : (u16)0;
         __syncthreads();
     }
     u32 width = n_heads * row_dim, k_blocks = (width + 63u) >> 6;
     for (u32 i = threadIdx.x; i < row_dim; i += FN_THREADS) {
-        float v = bits ? fn_mul(mul1_value(state(s, i, bits, row_dim)), scale) : fn_b2f(fn_ldg(source + i));
+        float v = bits ? fn_mul(mul1_value(state(s, i, bits, row_dim)), scale) : fn_b2f(fn_ld(source + i));
         if (head_bias) v = fn_add(v, fn_h2f(fn_ldg(head_bias + (u64)head * row_dim + i)));
         u32 k = head * row_dim + i;
         u64 at = tiled ? fn_tile_at(k_blocks, r, k) : (u64)r * width + fn_frag_pos(k);

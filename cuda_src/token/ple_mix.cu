@@ -26,6 +26,8 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnSlot* slots, const f
            const float* conv, u64 tail_offset, u32 hidden, float eps)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(PleShared, shared);
+    fn_let_next();
+    fn_wait_prior();
     if (blockIdx.y >= round->n_runs) return;
     FnRun run = runs[blockIdx.y];
     u32 stream = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31u;

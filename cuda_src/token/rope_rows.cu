@@ -39,10 +39,12 @@ FN_DEVICE double fn_log_f64(double x) {
 
 FN_KERNEL((const FnRound* round, const FnRow* rows, float theta, u32 rope_dim, float* rope,
            float* rope_block)) {
+    fn_let_next();
     u32 r = blockIdx.x, half = rope_dim >> 1;
+    double ln_theta = FN_NAMESPACE::fn_log_f64((double)theta);
+    fn_wait_prior();
     if (r >= round->n_rows) return;
     u32 t = rows[r].position;
-    double ln_theta = FN_NAMESPACE::fn_log_f64((double)theta);
     for (u32 j = threadIdx.x; j < 2u * half; j += FN_THREADS) {
         u32 i = j < half ? j : j - half;
         double power = fn_ddiv((double)(2u * i), (double)rope_dim);

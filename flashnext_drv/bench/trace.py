@@ -37,13 +37,23 @@ __all__ = ["DeviceWork", "HostCall", "Phase", "Recorder", "Traced", "Where", "ch
            "write_trace"]
 
 # What a call gives to a stream, and where in its arguments the stream stands.
-_WORK: Final = {"cuLaunchKernel": ("kernel", 8), "cuMemcpyHtoDAsync": ("copy", 3),
+_WORK: Final = {"cuLaunchKernel": ("kernel", 8), "cuLaunchKernelEx": ("kernel", 8),
+                "cuMemcpyHtoDAsync": ("copy", 3),
                 "cuMemcpyDtoHAsync": ("copy", 3), "cuMemcpyAsync": ("copy", 3),
                 "cuMemcpyPeerAsync": ("copy", 5), "cuMemsetD8Async": ("fill", 3),
                 "cuGraphLaunch": ("replay", 1), "cuStreamWaitEvent": ("wait", 0)}
 _WAITS: Final = frozenset({"cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize", "cuStreamQuery",
                            "cuEventQuery"})
 _EVENTS: Final = 2048       # timing events of a phase; when all are in use the phase waits and begins anew
+
+
+def _plainly(name: str, args: Sequence[Any]) -> Sequence[Any]:
+    """A call's arguments; those of cuLaunchKernelEx in the places where cuLaunchKernel has them."""
+    if name != "cuLaunchKernelEx":
+        return args
+    c, function, *rest = args
+    return (function, c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX, c.blockDimY, c.blockDimZ,
+            c.sharedMemBytes, c.hStream, *rest)
 
 
 class Traced(Protocol):
@@ -199,18 +209,19 @@ class _Recording:
         if name not in _WORK or captured:
             start = self._now()
             result = call(*args)
-            facts = self._facts(name, args) if name in _WORK else {}
+            facts = self._facts(name, _plainly(name, args)) if name in _WORK else {}
             self._keep(name, start, self._now(), result, facts, captured=captured and name in _WORK)
             if not int(result[0]):
                 self._where.note(name, args, result)
             return result
         kind, at = _WORK[name]
-        facts = self._facts(name, args)
+        given = _plainly(name, args)
+        facts = self._facts(name, given)
         with self._lock:
-            stream = self._ctx.stream_names.get(int(args[at]), f"stream {int(args[at]):#x}")
+            stream = self._ctx.stream_names.get(int(given[at]), f"stream {int(given[at]):#x}")
             with self._own():
                 self._marks.make_room()
-                first = self._marks.take(args[at])
+                first = self._marks.take(given[at])
             start = self._now()
             result = call(*args)
             end = self._now()
@@ -219,7 +230,7 @@ class _Recording:
                 self._marks.give_back(first)
             else:
                 with self._own():
-                    last = self._marks.take(args[at])
+                    last = self._marks.take(given[at])
                 i_work = len(self.phase.work)
                 title = facts.get("kernel") or facts.get("graph") or facts.get("direction") or kind
                 work = DeviceWork(kind, str(title), stream, facts)
@@ -252,7 +263,7 @@ class _Recording:
                                          captured))
 
     def _facts(self, name: str, args: Sequence[Any]) -> dict[str, Any]:
-        if name == "cuLaunchKernel":
+        if name in ("cuLaunchKernel", "cuLaunchKernelEx"):
             kernel, label = self._label(int(args[0]), int(args[9]))
             return {"kernel": kernel, "grid": list(args[1:4]), "block": list(args[4:7]),
                     "layer": label.layer, "part": label.part, "reads": list(label.reads)}

@@ -186,6 +186,12 @@ class _Notes:
     def cuLaunchKernel(self, *launch: Any) -> None:
         self._recorder.launch(launch)
 
+    def cuLaunchKernelEx(self, config: Any, function: Any, *rest: Any) -> None:
+        # what is ordered is the same: a programmatic launch waits before it reads (fn_wait_prior)
+        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        block = (config.blockDimX, config.blockDimY, config.blockDimZ)
+        self._recorder.launch((function, *grid, *block, config.sharedMemBytes, config.hStream, *rest))
+
     def cuMemcpyAsync(self, dst: int, src: int, size_bytes: int, stream: Any) -> None:
         moved = (Access(src, size_bytes), Access(dst, size_bytes, write=True, holds=src))
         self._add(Call("work", _text(stream), f"copy of {size_bytes} bytes", accesses=moved))

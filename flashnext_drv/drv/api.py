@@ -15,6 +15,7 @@ Over 500 lines: one short function for each driver call.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import subprocess
 import sys
@@ -28,7 +29,8 @@ from ..errors import ContextLost, DriverError, DriverMissing, OutOfMemory, Usage
 from . import faults
 from .faults import counters, ring
 
-__all__ = ["Handle", "binding_version", "counters", "ensure", "loaded", "resolve", "ring", "route"]
+__all__ = ["Handle", "binding_version", "counters", "ensure", "launch_config", "loaded", "resolve", "ring",
+           "route"]
 __all__ += ["cuCtxCreate", "cuCtxDestroy", "cuCtxDisablePeerAccess", "cuCtxEnablePeerAccess",
             "cuCtxGetCurrent", "cuCtxPopCurrent", "cuCtxPushCurrent", "cuCtxSynchronize",
             "cuDeviceCanAccessPeer", "cuDeviceGet", "cuDeviceGetAttribute", "cuDeviceGetCount",
@@ -37,8 +39,9 @@ __all__ += ["cuCtxCreate", "cuCtxDestroy", "cuCtxDisablePeerAccess", "cuCtxEnabl
             "cuEventRecord", "cuEventSynchronize", "cuFuncGetAttribute", "cuFuncSetAttribute",
             "cuGraphDestroy", "cuGraphExecDestroy", "cuGraphExecUpdate", "cuGraphGetEdges", "cuGraphGetNodes",
             "cuGraphInstantiate", "cuGraphKernelNodeGetParams", "cuGraphLaunch", "cuGraphNodeGetType",
-            "cuGraphUpload", "cuLaunchKernel", "cuMemAlloc", "cuMemFree", "cuMemFreeHost", "cuMemGetInfo",
-            "cuMemHostAlloc", "cuMemHostGetDevicePointer", "cuMemcpyAsync", "cuMemcpyDtoHAsync",
+            "cuGraphUpload", "cuLaunchKernel", "cuLaunchKernelEx", "cuMemAlloc", "cuMemFree",
+            "cuMemFreeHost", "cuMemGetInfo", "cuMemHostAlloc", "cuMemHostGetDevicePointer", "cuMemcpyAsync",
+            "cuMemcpyDtoHAsync",
             "cuMemcpyHtoDAsync", "cuMemcpyPeerAsync", "cuMemsetD8Async", "cuModuleGetFunction",
             "cuModuleLoadData", "cuModuleUnload", "cuStreamBeginCapture", "cuStreamCreate", "cuStreamDestroy",
             "cuStreamEndCapture", "cuStreamIsCapturing", "cuStreamQuery", "cuStreamSynchronize",
@@ -47,6 +50,9 @@ __all__ += ["cuCtxCreate", "cuCtxDestroy", "cuCtxDisablePeerAccess", "cuCtxEnabl
 Handle = Any
 _NOT_READY: Final = 600
 _UPDATE_FAILED: Final = 910
+_PROGRAMMATIC_SERIALIZATION: Final = 6      # a CUlaunchAttributeID
+_EDGE_DATA_VERSION: Final = 12030           # of the first driver whose cuGraphGetEdges tells edge data
+_PROGRAMMATIC_EDGE: Final = 1               # a CUgraphDependencyType
 # Codes after which nothing on the context works: ECC, NVLink, contained, illegal address, timeout, assert,
 # launch failures, context destroyed.  Source: the comments at CUresult in cuda.h ("the process must be
 # terminated").
@@ -61,6 +67,7 @@ _PROBE: Final = ("import ctypes,sys\n"
 _driver: Any = None
 _loaded: str = ""
 _launch_kernel: Any = None
+_launch_kernel_ex: Any = None
 _n_findings = 0
 
 
@@ -72,7 +79,7 @@ def ensure(device: str = "auto") -> str:
     not there, UsageError on another choice than the one this process runs on, BuildError when the simulator
     cannot be built.
     """
-    global _driver, _loaded, _launch_kernel
+    global _driver, _loaded, _launch_kernel, _launch_kernel_ex
     if device not in ("auto", "cuda", "sim"):
         raise UsageError(f"device {device!r} is unknown", do="use auto, cuda or sim")
     if _loaded:
@@ -103,7 +110,7 @@ def ensure(device: str = "auto") -> str:
     except BaseException:
         _driver, _loaded = None, ""
         raise
-    _launch_kernel = _driver.cuLaunchKernel
+    _launch_kernel, _launch_kernel_ex = _driver.cuLaunchKernel, _driver.cuLaunchKernelEx
     return chosen
 
 
@@ -124,11 +131,11 @@ def loaded() -> str:
 def route(make: Callable[[Any], Any]) -> Any:
     """Make every call from here on through make(what they go through), something with the binding's
     functions; returns what they went through.  For drv/watch.py alone.  Raises UsageError before `ensure`."""
-    global _driver, _launch_kernel
+    global _driver, _launch_kernel, _launch_kernel_ex
     if _driver is None:
         raise UsageError("no driver was chosen", do="call drv.api.ensure(device) first")
     before, _driver = _driver, make(_driver)
-    _launch_kernel = _driver.cuLaunchKernel
+    _launch_kernel, _launch_kernel_ex = _driver.cuLaunchKernel, _driver.cuLaunchKernelEx
     return before
 
 
@@ -351,6 +358,32 @@ def cuLaunchKernel(*launch: Any) -> None:
         raise _error("cuLaunchKernel", int(code), {"grid": launch[1:4], "block": launch[4]})
 
 
+def launch_config(grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int) -> Handle:
+    """A CUlaunchConfig for `cuLaunchKernelEx` that lets the launch start ahead of the kernel before it on its
+    stream (programmatic stream serialization).  Its hStream is set by whoever launches."""
+    config, attribute = _driver.CUlaunchConfig(), _driver.CUlaunchAttribute()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes = shared_bytes
+    attribute.id = _enum("CUlaunchAttributeID", _PROGRAMMATIC_SERIALIZATION)
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+def cuLaunchKernelEx(config: Handle, *launch: Any) -> None:
+    """A `launch_config`, then function, address of the void**, 0.  Hot like `cuLaunchKernel`."""
+    code = faults.enter("cuLaunchKernelEx")
+    if not code:
+        try:
+            code = _launch_kernel_ex(config, *launch)[0]
+        except (RuntimeError, AttributeError, TypeError) as error:
+            raise _missing("cuLaunchKernelEx", error) from error
+    if code:
+        grid = (int(config.gridDimX), int(config.gridDimY), int(config.gridDimZ))
+        raise _error("cuLaunchKernelEx", int(code), {"grid": grid, "block": int(config.blockDimX)})
+
+
 def cuStreamBeginCapture(stream: Handle) -> None:
     """Thread-local mode: only this thread's unsafe calls break the capture."""
     _call("cuStreamBeginCapture", stream, _enum("CUstreamCaptureMode", 1))
@@ -391,13 +424,22 @@ def cuGraphGetNodes(graph: Handle) -> list[Handle]:
     return list(_call("cuGraphGetNodes", graph, int(n_nodes))[0]) if n_nodes else []
 
 
-def cuGraphGetEdges(graph: Handle) -> list[tuple[Handle, Handle]]:
-    """(from, to) node handles."""
+def cuGraphGetEdges(graph: Handle) -> list[tuple[Handle, Handle, bool]]:
+    """(from, to, programmatic): node handles, and whether `to` may start ahead of `from`'s end."""
     n_edges = int(_call("cuGraphGetEdges", graph, 0)[-1])
     if not n_edges:
         return []
-    found = _call("cuGraphGetEdges", graph, n_edges)
-    return list(zip(found[0], found[1], strict=True))
+    ends = _call("cuGraphGetEdges", graph, n_edges)
+    # Once more past the binding (13.0): the edge data that it returns lies in memory that it has freed.
+    point, _ = _call("cuGetProcAddress", b"cuGraphGetEdges", _EDGE_DATA_VERSION, 0)
+    data, n = np.zeros((n_edges, 8), np.uint8), ctypes.c_size_t(n_edges)    # CUgraphEdgeData: byte 2 is type
+    spare = np.zeros((2, n_edges), np.uint64)
+    code = int(ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 5)(int(point))(
+        int(graph), spare[0].ctypes.data, spare[1].ctypes.data, data.ctypes.data, ctypes.addressof(n)))
+    if code:
+        raise _error("cuGraphGetEdges", code, {})
+    kinds = {(int(a), int(b)): int(d[2]) == _PROGRAMMATIC_EDGE for a, b, d in zip(*spare, data, strict=True)}
+    return [(a, b, kinds[int(a), int(b)]) for a, b in zip(ends[0], ends[1], strict=True)]
 
 
 def cuGraphNodeGetType(node: Handle) -> str:

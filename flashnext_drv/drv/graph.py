@@ -177,18 +177,26 @@ class Graph(DriverOwner):
 
     def edges(self) -> list[tuple[int, int]]:
         """(from, to) as indices into `nodes`."""
+        return [(a, b) for a, b, _ in self._edges()]
+
+    def programmatic_edges(self) -> list[tuple[int, int]]:
+        """Those of `edges` over which a kernel may start ahead of the end of the one before it."""
+        return [(a, b) for a, b, programmatic in self._edges() if programmatic]
+
+    def _edges(self) -> list[tuple[int, int, bool]]:
         self.require_open()
         with self.ctx.active(), faults.silent():
             index = {int(node): i for i, node in enumerate(api.cuGraphGetNodes(self.handle))}
-            return [(index[int(a)], index[int(b)]) for a, b in api.cuGraphGetEdges(self.handle)]
+            return [(index[int(a)], index[int(b)], early)
+                    for a, b, early in api.cuGraphGetEdges(self.handle)]
 
     def dot(self) -> str:
-        """The graph as Graphviz text."""
+        """The graph as Graphviz text; programmatic edges are dashed."""
         lines = [f'digraph "{self.name}" {{']
         for n in self.nodes():
             label = f"{n.name}\\n{n.grid} x {n.block[0]}" if n.kind == "kernel" else n.kind
             lines.append(f'  n{n.i_node} [label="{label}"];')
-        lines += [f"  n{a} -> n{b};" for a, b in self.edges()]
+        lines += [f"  n{a} -> n{b}{' [style=dashed]' if early else ''};" for a, b, early in self._edges()]
         return "\n".join([*lines, "}"]) + "\n"
 
     def instantiate(self, name: str = "") -> GraphExec:

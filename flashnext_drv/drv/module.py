@@ -137,14 +137,17 @@ class Launch:
     shared_bytes: dynamic, a block; above 48 KiB `Function.allow_shared` comes first.
     holds: the owners its arguments point into; a graph that captures the launch keeps them open.
     names: of the arguments, in order, for `word`.
+    programmatic: the launch may start ahead of the end of the kernel before it on its stream; only for
+    kernels that call fn_wait_prior before they read what others write.  May be changed between runs; a graph
+    keeps what it was captured with.
     """
 
-    __slots__ = ("_args", "_head", "_names", "_tail", "block", "function", "grid", "holds", "name",
-                 "shared_bytes")
+    __slots__ = ("_args", "_config", "_head", "_names", "_stream", "_tail", "block", "function", "grid",
+                 "holds", "name", "shared_bytes")
 
     def __init__(self, function: Function, grid: tuple[int, int, int], block: int | tuple[int, int, int],
                  shared_bytes: int, args: Packed, *, holds: tuple[Owner, ...] = (),
-                 names: tuple[str, ...] = ()) -> None:
+                 names: tuple[str, ...] = (), programmatic: bool = False) -> None:
         self.function = function
         self.name = function.name
         self.grid = grid
@@ -157,21 +160,47 @@ class Launch:
         self._names = names
         self._head = (function.handle, *grid, *self.block, shared_bytes)
         self._tail = (args.address, 0)
+        self._config: api.Handle = None
+        self._stream: api.Handle = None     # the stream that the config names
+        self.programmatic = programmatic
+
+    @property
+    def programmatic(self) -> bool:
+        return self._config is not None
+
+    @programmatic.setter
+    def programmatic(self, wanted: bool) -> None:
+        if wanted != self.programmatic:
+            self._config = api.launch_config(self.grid, self.block, self.shared_bytes) if wanted else None
+            self._stream = None
 
     def run(self, stream: Stream) -> None:
         """Give the launch to the stream.  Cheapest inside `ctx.active()`; elsewhere it makes the context
         current."""
         if here.top is stream.ctx and here.capture is None:
-            api.cuLaunchKernel(*self._head, stream.handle, *self._tail)
+            if self._config is None:
+                api.cuLaunchKernel(*self._head, stream.handle, *self._tail)
+            else:
+                self._give_early(stream.handle)
             return
         self.function.module.require_open()
         if here.capture is not None:
             here.capture.note((self.function.module, *self.holds))
         with stream.ctx.active():
-            api.cuLaunchKernel(*self._head, stream.handle, *self._tail)
+            if self._config is None:
+                api.cuLaunchKernel(*self._head, stream.handle, *self._tail)
+            else:
+                self._give_early(stream.handle)
+
+    def _give_early(self, stream: api.Handle) -> None:
+        if stream is not self._stream:
+            self._config.hStream = stream
+            self._stream = stream
+        api.cuLaunchKernelEx(self._config, self.function.handle, *self._tail)
 
     def run_grid(self, stream: Stream, grid: tuple[int, int, int]) -> None:
-        """As `run` with another grid, eagerly: not while a stream of this thread is being captured."""
+        """As `run` with another grid, eagerly and never ahead of others: not while a stream of this thread is
+        being captured."""
         if here.capture is not None:
             raise UsageError(f"launch of {self.name} with a grid of its own cannot be captured",
                              do="bind a launch for that grid")
@@ -180,8 +209,10 @@ class Launch:
                                *self._tail)
 
     def content(self) -> bytes:
-        """What a graph that captures the launch keeps: function, grid, block, shared bytes, arguments."""
-        head = (self.name, int(self.function.handle), self.grid, self.block, self.shared_bytes)
+        """What a graph that captures the launch keeps: function, grid, block, shared bytes, whether it is
+        programmatic, arguments."""
+        head = (self.name, int(self.function.handle), self.grid, self.block, self.shared_bytes,
+                self.programmatic)
         return repr(head).encode() + self._args.data.tobytes()
 
     def word(self, name: str) -> np.ndarray[Any, np.dtype[np.uint64]]:

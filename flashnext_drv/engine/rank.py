@@ -81,6 +81,7 @@ class Rank(Owner):
         super().__init__(f"rank{ordinal}")
         self.layout = Layout(pack.config, limits)
         self.use_graphs = limits.graph
+        self._programmatic = True
         self.observer: Callable[[Launch], None] | None = None
         self.deep: DeepPass | None = None
         self.deep_refused = ""
@@ -211,6 +212,26 @@ class Rank(Owner):
             for launch in self.launches(STEP, bucket):
                 launch.run(self.stream)
         self.stream.synchronize()
+
+    @property
+    def programmatic(self) -> bool:
+        """Whether a round's launches may start ahead of the end of those before them (programmatic dependent
+        launch), where kernel and device can.  On at first; may be changed between rounds, same bytes: graphs
+        made so far are dropped.
+        """
+        return self._programmatic
+
+    @programmatic.setter
+    def programmatic(self, wanted: bool) -> None:
+        if wanted == self._programmatic:
+            return
+        for path in self.graphs.paths:
+            self.graphs.drop(path, self.stream)
+        self._identities.clear()
+        self._programmatic = wanted
+        for launches in self._launches.values():
+            for launch in launches:
+                launch.programmatic = wanted and self.kernels.may_lead(launch.name)
 
     @property
     def spans(self) -> dict[str, Span]:
@@ -366,7 +387,9 @@ class Rank(Owner):
         }
         if "round" in self.kernels.arguments(kernel):
             args["round"] = self._spans["round"]
-        return self.kernels.launch(kernel, (grid[0], grid[1], grid[2]), **args)
+        launch = self.kernels.launch(kernel, (grid[0], grid[1], grid[2]), **args)
+        launch.programmatic = self._programmatic and self.kernels.may_lead(kernel)
+        return launch
 
     def _release(self) -> None:
         self._undo.close()

@@ -78,6 +78,11 @@ class Kernels(DriverOwner):
         spec, family = self._specs[kernel]
         return make_launch(self._modules[family], spec, grid, args)
 
+    def may_lead(self, kernel: str) -> bool:
+        """Whether launches of `kernel` may be made programmatic here: it is declared so, and the device is of
+        compute capability 9.0 or later."""
+        return self._specs[kernel][0].programmatic and self.ctx.facts.cc >= (9, 0)
+
     def _check_close(self) -> None:
         super()._check_close()
         used = sorted({name for module in self._modules.values() for name in module.borrowers()})

@@ -286,6 +286,7 @@ FAULT: Final = KernelSpec(
     ),
     grid="any",
     block=128, limits=limits_of("fault"),
+    programmatic=True,
     shared_bytes=32,
     broken="breaks the rule that `mode` names on purpose: launched by tests of the driver layer alone",
 )

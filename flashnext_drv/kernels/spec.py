@@ -141,10 +141,14 @@ class KernelSpec:
     where it does not.  Above STATIC_SHARED_BYTES the memory is dynamic and the launcher asks for it;
     SHARED_LIMITS are the most.  defines: macros set before the source is included, besides FN_NAME,
     FN_NAMESPACE, FN_THREADS, FN_BLOCKS_PER_SM, FN_SHARED_BYTES and FN_SHARED_KIND.  reference:
-    "<module>.<function>" below flashnext_drv.ref.  bound: words, with the derivation of the tolerance against
-    FP64.  limits: of each of ARCHS.  rows: axis of the launch's rows in each array of a case, by name (with *
-    and ?).  exempt: stage -> why it cannot apply.  controls: wrong variants that the check must report.
-    broken: why the kernel breaks rules on purpose; it then has no contract and is never checked.
+    "<module>.<function>" below flashnext_drv.ref.  programmatic: it calls fn_let_next and fn_wait_prior
+    (prelude.cuh) and may be launched ahead of the end of the launches before it.  constants: its pointer
+    arguments whose bytes no launch and no copy changes while rounds run, with what they point to in turn
+    left out: they alone may be read before fn_wait_prior.  bound: words, with the derivation of the
+    tolerance against FP64.  limits: of each of ARCHS.  rows: axis of the launch's rows in each array of a
+    case, by name (with * and ?).  exempt: stage -> why it cannot apply.  controls: wrong variants that the
+    check must report.  broken: why the kernel breaks rules on purpose; it then has no contract and is never
+    checked.
     """
 
     name: str
@@ -156,6 +160,8 @@ class KernelSpec:
     shared_bytes: int = 0
     hopper_shared_bytes: int = 0
     blocks_per_sm: int = 1
+    programmatic: bool = False
+    constants: tuple[str, ...] = ()
     defines: tuple[tuple[str, str], ...] = ()
     limits: Mapping[str, Limit] = field(default_factory=dict)
     reference: str = ""
@@ -177,6 +183,10 @@ class KernelSpec:
         names = [a.name for a in self.args]
         if len(set(names)) != len(names):
             raise ValueError(f"kernel {self.name}: an argument name occurs twice in {names}")
+        odd = set(self.constants) - {a.name for a in self.args if a.kind == PTR and a.rights == "r"}
+        if odd or (self.constants and not self.programmatic):
+            raise ValueError(f"kernel {self.name}: constants {self.constants} of a programmatic kernel are "
+                             f"pointers that it only reads")
 
     def offsets(self) -> tuple[tuple[int, int], ...]:
         """(offset, size) in bytes of every parameter, natural alignment: what the cubin must say."""

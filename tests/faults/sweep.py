@@ -39,15 +39,15 @@ STICKY = (ILLEGAL_ADDRESS, LAUNCH_FAILED)
 CODES = (INVALID_VALUE, OUT_OF_MEMORY, NOT_READY, ILLEGAL_ADDRESS, LAUNCH_FAILED, INVALIDATED)
 TAKES_MEMORY = frozenset({
     "cuCtxCreate", "cuStreamCreate", "cuEventCreate", "cuModuleLoadData", "cuModuleGetFunction", "cuMemAlloc",
-    "cuMemHostAlloc", "cuMemcpyHtoDAsync", "cuLaunchKernel", "cuStreamEndCapture", "cuGraphInstantiate",
-    "cuGraphUpload", "cuGraphLaunch"})
+    "cuMemHostAlloc", "cuMemcpyHtoDAsync", "cuLaunchKernel", "cuLaunchKernelEx", "cuStreamEndCapture",
+    "cuGraphInstantiate", "cuGraphUpload", "cuGraphLaunch"})
 WAITS = frozenset({"cuStreamSynchronize", "cuEventSynchronize"})
 BEFORE_A_CONTEXT = frozenset({"cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuCtxCreate"})
 ALLOCATES = frozenset({"cuMemAlloc", "cuMemHostAlloc"})
 # What belongs to making and replaying a graph: a failure there may end in eager rounds with the same tokens.
 GRAPH_STAGE = frozenset({
     "cuStreamBeginCapture", "cuStreamEndCapture", "cuGraphInstantiate", "cuGraphUpload", "cuGraphLaunch",
-    "cuMemGetInfo", "cuLaunchKernel"})
+    "cuMemGetInfo", "cuLaunchKernel", "cuLaunchKernelEx"})
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Bench:
 
     def _check_error(self, fault: Fault, error: DriverError) -> None:
         # the eager round that stands in for a graph fails at its first launch, where no launch was before
-        calls = {*self.names[fault.n - 1:], "cuLaunchKernel"} if fault.forever else {fault.name}
+        calls = {*self.names[fault.n - 1:], "cuLaunchKernelEx"} if fault.forever else {fault.name}
         assert error.call in calls and error.code == fault.code, f"{fault}: {error!r} names another failure"
         kind = (OutOfMemory if fault.code == OUT_OF_MEMORY else ContextLost if fault.code in STICKY
                 else DriverError)
