@@ -138,14 +138,12 @@ class Builder(DriverOwner):
 
     def _advance(self) -> None:
         """Simulator: one look has passed."""
-        waiting, self._waiting = [(looks - 1, build) for looks, build in self._waiting], []
-        for looks, build in waiting:
-            if looks:
-                self._waiting.append((looks, build))
-            else:
-                self._ran.clear()
-                self._asked.put(build)
-                self._ran.wait()
+        self._waiting = [(looks - 1, build) for looks, build in self._waiting]
+        while due := next((each for each in self._waiting if each[0] <= 0), None):
+            self._waiting.remove(due)
+            self._ran.clear()
+            self._asked.put(due[1])
+            self._ran.wait()
 
     def _work(self) -> None:
         """The thread."""
