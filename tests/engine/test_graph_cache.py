@@ -414,9 +414,9 @@ def test_a_context_lost_in_an_update_reaches_the_caller(device_name: str, ledger
         with GraphSet(ctx, (kernels,), Limits(graphs=2)) as graphs:
             for n in (1, 2):
                 assert graphs.replay(numbered(n), [launch], stream)
-            with faults.fail_nth(1, 700, only="cuGraphExecUpdate"), pytest.raises(ContextLost):
+            with faults.fail_nth(1, 700, only="cuGraphExecUpdate"), pytest.raises(ContextLost) as found:
                 graphs.replay(numbered(3), [launch], stream)
-        assert ctx.broken
+        assert ctx.broken and found.value.call == "cuGraphExecUpdate"
 
 
 def test_the_seed_chooses_when(opened: Opener, launch: Launch, stream: Stream, device_name: str) -> None:
