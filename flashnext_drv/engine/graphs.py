@@ -375,7 +375,6 @@ class GraphSet(Owner):
         setattr(self.counters, name, getattr(self.counters, name) + n)
 
     def _release(self) -> None:
-        self._pending.clear()
         with Undo() as undo:
             for identity in list(self._kept):
                 undo.callback(self._close, identity)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flashnext_drv.drv import faults
-from flashnext_drv.drv.builder import THREAD
+from flashnext_drv.drv.builder import THREAD, Build
 from flashnext_drv.drv.context import Context
 from flashnext_drv.drv.memory import DeviceArena
 from flashnext_drv.drv.module import Launch
@@ -216,6 +216,64 @@ def test_little_memory_sinks_the_cap(opened: Opener, launch: Launch, stream: Str
     assert few.cap == FEWEST
 
 
+def test_memory_at_the_floor_is_enough(
+    ctx: Context, opened: Opener, launch: Launch, stream: Stream, device_name: str
+) -> None:
+    if device_name != "sim":
+        pytest.skip("others use the device's memory too")
+    graphs = opened()
+    for n in range(4):
+        assert graphs.replay(numbered(n), [launch], stream)
+    graphs._floor_bytes = ctx.free_bytes()
+    assert graphs.replay(numbered(4), [launch], stream) and len(graphs.identities()) == 5
+    graphs._floor_bytes = ctx.free_bytes() + 1
+    assert graphs.replay(numbered(5), [launch], stream) and len(graphs.identities()) == graphs.cap == 4
+
+
+def test_what_goes_is_waited_for(opened: Opener, launch: Launch, stream: Stream) -> None:
+    """A replay may be in flight when its executable has to make room or is dropped."""
+    graphs = opened(graphs=2)
+    for n in (1, 2):
+        assert graphs.replay(numbered(n, f"p{n}"), [launch], stream)
+    for identity in (numbered(3, "p3"), replace(numbered(3, "p3"), fingerprint=8)):
+        with faults.count_calls() as count:
+            assert graphs.replay(identity, [launch], stream)
+        names = [name for name in count.names if name in ("cuStreamSynchronize", "cuGraphExecDestroy")]
+        assert names == ["cuStreamSynchronize", "cuGraphExecDestroy"]
+
+
+@pytest.mark.parametrize("call", ["cuMemGetInfo", "cuStreamSynchronize", "cuGraphDestroy",
+                                  "cuGraphExecDestroy"])
+@pytest.mark.parametrize("alike", [False, True])
+def test_room_that_cannot_be_made_leaves_nothing_behind(
+    opened: Opener, launch: Launch, stream: Stream, ledger: Ledger, call: str, alike: bool
+) -> None:
+    graphs = opened(graphs=2)
+    for n in (1, 2):
+        assert graphs.replay(numbered(n), [launch], stream)
+    wanted = numbered(3) if alike else replace(numbered(3), rows=2)
+    with faults.fail_nth(1, 1, only=call) as plan:
+        replayed = graphs.replay(wanted, [launch], stream)
+    if alike and call == "cuGraphExecDestroy":
+        assert replayed and not plan.fired, "an update destroys nothing"
+        return
+    assert plan.fired == 1 and not replayed and call in graphs.off[wanted]
+    n_kept = len(graphs.identities())
+    assert n_kept == (2 if call in ("cuMemGetInfo", "cuStreamSynchronize") else 1)
+    assert sum(ledger.live("graph_exec").values()) == sum(ledger.live("graph").values()) == n_kept
+    assert graphs.replay(numbered(2), [launch], stream) and graphs.replay(numbered(4), [launch], stream)
+
+
+def test_a_thread_without_its_stream_leaves_nothing_behind(
+    opened: Opener, launch: Launch, stream: Stream, ledger: Ledger
+) -> None:
+    graphs = opened(graph_async=True)
+    with faults.fail_nth(1, 2, only="cuStreamCreate") as plan:
+        assert not graphs.replay(FIRST, [launch], stream)
+    assert plan.fired == 1 and "cuStreamCreate" in graphs.off[FIRST] and not graphs.n_pending
+    assert ledger.live("graph") == {} and until_made(graphs, numbered(2), [launch], stream) >= 1
+
+
 def test_made_at_the_second_sighting(opened: Opener, launch: Launch, stream: Stream) -> None:
     graphs = opened(graph_after=2)
     other = numbered(2)
@@ -251,6 +309,7 @@ def test_what_is_captured_cannot_be_closed(
     opened: Opener, launch: Launch, stream: Stream, arena: DeviceArena, kernels: Kernels
 ) -> None:
     graphs = opened()
+    assert "graphs" in kernels.borrowers(), "also before anything is captured"
     assert graphs.replay(FIRST, [launch], stream)
     for owner in (arena, kernels):
         with pytest.raises(UsageError, match=r"body\.rows1"):
@@ -290,6 +349,74 @@ def test_a_thread_makes_it_while_rounds_run_eagerly(
     if device_name == "sim":
         assert looks[0] == looks[1] and len(set(looks[0])) > 1
     assert (site.found() == site.wanted(8)).all()
+
+
+def test_the_simulators_thread_ends_within_the_look(
+    opened: Opener, launch: Launch, stream: Stream, device_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow a build is: one look at the earliest, seven at the latest."""
+    if device_name != "sim":
+        pytest.skip("the simulator's moments")
+    run = Build.run
+
+    def slowly(build: Build, stream: Stream, wait: bool = False) -> None:
+        threading.Event().wait(0.002)
+        run(build, stream, wait)
+
+    monkeypatch.setattr(Build, "run", slowly)
+    graphs = opened(graph_async=True, graphs=64)
+    looks = [until_made(graphs, numbered(n), [launch], stream) for n in range(40)]
+    assert (min(looks), max(looks)) == (1, 7)
+
+
+def test_the_thread_runs_on_its_own_on_a_device(
+    ctx: Context, opened: Opener, launch: Launch, stream: Stream, ledger: Ledger
+) -> None:
+    """Also in the simulator: nobody looks, and the build ends; closed then, it leaves nothing."""
+    graphs = opened(graph_async=True)
+    builder = graphs._builder
+    assert builder is not None and "graphs.builder" in ctx.borrowers()
+    builder._seeded = False
+    assert not graphs.replay(FIRST, [launch], stream)
+    for _ in range(2000):
+        if builder._ended.qsize():
+            break
+        threading.Event().wait(0.001)
+    assert builder._ended.qsize() == 1 and sum(ledger.live("graph_exec").values()) == 1
+    graphs.close()
+    assert ledger.live("graph") == ledger.live("graph_exec") == {}
+    with pytest.raises(UsageError, match="closed"):
+        builder.submit(Build(None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_upload_that_fails_behind_an_update(
+    opened: Opener, launch: Launch, stream: Stream, ledger: Ledger, late: bool
+) -> None:
+    graphs = opened(graphs=2, graph_async=late)
+    for n in (1, 2):
+        assert graphs.replay(numbered(n), [launch], stream) or until_made(
+            graphs, numbered(n), [launch], stream)
+    with faults.fail_nth(1, 2, only="cuGraphUpload", thread=THREAD if late else "") as plan:
+        assert not graphs.replay(numbered(3), [launch], stream)
+        while graphs.n_pending:
+            assert not graphs.replay(numbered(3), [launch], stream)
+            threading.Event().wait(0.001)
+    assert plan.fired == 1 and "cuGraphUpload" in graphs.off[numbered(3)]
+    assert (graphs.counters.updates, graphs.counters.uploads) == (1, 2)
+    assert sum(ledger.live("graph_exec").values()) == sum(ledger.live("graph").values()) == 1
+
+
+def test_a_context_lost_in_an_update_reaches_the_caller(device_name: str, ledger: Ledger) -> None:
+    with Context(0, ledger=ledger) as ctx, Stream(ctx, "s") as stream, Kernels(ctx, ("glue",)) as kernels, \
+            DeviceArena(ctx, "a", 1 << 16) as arena:
+        launch = Site(arena, stream).launch(kernels)
+        with GraphSet(ctx, (kernels,), Limits(graphs=2)) as graphs:
+            for n in (1, 2):
+                assert graphs.replay(numbered(n), [launch], stream)
+            with faults.fail_nth(1, 700, only="cuGraphExecUpdate"), pytest.raises(ContextLost) as found:
+                graphs.replay(numbered(3), [launch], stream)
+        assert ctx.broken and found.value.call == "cuGraphExecUpdate"
 
 
 def test_the_seed_chooses_when(opened: Opener, launch: Launch, stream: Stream, device_name: str) -> None:
