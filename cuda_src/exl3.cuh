@@ -14,7 +14,6 @@
 //   fn_linear_store_input(v, linear, row, block)  W rotate (EXL3) or not, round to f16, store the operand
 //   fn_linear_finish_block(linear, scale, rows_cap, row, block, v)  W sum of units, finished (EXL3: svh, bias)
 //   fn_bf16_split(h2, hi, lo)                       two f16 into exact bf16 hi + lo
-//   fn_weight_dot<ROW_TILES, PLAIN>(...)          W 32 outputs x one k range x up to 8 ROW_TILES rows
 //
 // Alignment: trellis data 4 bytes, plain data 16; suh, svh, bias, operand rows 8; part 16 where n % 4 == 0.
 // Orders: exl3_dot_v1, plain_dot_v1, part_sum_v1, hadamard (ARITHMETIC.md).  Format: EXL3 notes 4, 5.
@@ -208,50 +207,6 @@ FN_DEVICE void fn_bf16_split(u32 h2, u32& hi, u32& lo) {
     lo = fn_pack_h2(l[0], l[1]);
 }
 
-// ---- how linear_gemv and moe_gemv_* cut their work --------------------------------------------------------
-
-// No choice changes a byte.  These are the ones that ship (WARP_TILES and BLOCK_PAIRS of kernels/exl3.py go
-// with them); tools/bench_gemv.py times others beside these.
-//   FN_WARP_TILES   tiles of a warp, 1 or 2;  FN_BLOCK_PAIRS  pairs of tiles of a block
-//   FN_AHEAD        k steps of a trellis that are asked for ahead;  FN_AHEAD_PLAIN  of f16 weights
-//   FN_ROLLED       1: the last group of k steps is no copy of the loop, which then asks for its words twice
-//   FN_PREFETCH     all words of a unit are asked for at its start, into L2: 1 EXL3, 2 plain, 3 both
-//   FN_SHARE        1: at 3 and 5 bits the last word of a lane comes from a lane before it
-//   FN_TOP_WINDOW   1: at 3 bits a second shift in the place of one word, whose first window needs no mask
-//   FN_WINDOW_MAD   of the windows in a lane's lowest word, how many are cut by a multiplication and a shift
-//   FN_JOIN_MAD     of the four words of a fragment, how many are joined by a multiplication
-// Multiplications go through another pipe than shifts, masks and byte selections: together they take turns.
-#ifndef FN_WARP_TILES
-#define FN_WARP_TILES 1
-#endif
-#ifndef FN_BLOCK_PAIRS
-#define FN_BLOCK_PAIRS 1
-#endif
-#ifndef FN_AHEAD
-#define FN_AHEAD 4
-#endif
-#ifndef FN_AHEAD_PLAIN
-#define FN_AHEAD_PLAIN 4
-#endif
-#ifndef FN_ROLLED
-#define FN_ROLLED 1
-#endif
-#ifndef FN_PREFETCH
-#define FN_PREFETCH 0
-#endif
-#ifndef FN_SHARE
-#define FN_SHARE 1
-#endif
-#ifndef FN_TOP_WINDOW
-#define FN_TOP_WINDOW 1
-#endif
-#ifndef FN_WINDOW_MAD
-#define FN_WINDOW_MAD 2
-#endif
-#ifndef FN_JOIN_MAD
-#define FN_JOIN_MAD 2
-#endif
-
 // ---- codebooks: two 16-bit states -> two f16 weights in a word --------------------------------------------
 
 FN_DEVICE u32 fn_codebook_halves(u32 x0, u32 x1) {
@@ -259,26 +214,14 @@ FN_DEVICE u32 fn_codebook_halves(u32 x0, u32 x1) {
     x1 = (x1 & 0x8FFF8FFFu) ^ 0x3B603B60u;
     return fn_hadd2(fn_prmt(x0, x1, 0x5410u), fn_prmt(x0, x1, 0x7632u));
 }
-// by_mad: join the two sums by a multiplication, which keeps another pipe busy than the byte selection.
-template <u32 CODEBOOK> FN_DEVICE u32 fn_codebook2(u32 low, u32 high, bool by_mad = false) {
+template <u32 CODEBOOK> FN_DEVICE u32 fn_codebook2(u32 low, u32 high) {
     if (CODEBOOK == 2) {  // mul1: f16(1024 + byte sum), one fma
         u32 h0 = fn_dp4a_u8(low * 0x83DCD12Du, 0x01010101u, 0x6400u);
         u32 h1 = fn_dp4a_u8(high * 0x83DCD12Du, 0x01010101u, 0x6400u);
-        return fn_hfma2(by_mad ? h1 * 65536u + h0 : fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0xC931C931u);
+        return fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0xC931C931u);
     }
     if (CODEBOOK == 1) return fn_codebook_halves(low * 0xCBAC1FEDu, high * 0xCBAC1FEDu);  // mcg
     return fn_codebook_halves(low * 89226354u + 64248484u, high * 89226354u + 64248484u);  // 3inst
-}
-
-
-// a * b by the multiplier, where b is a power of two that a compiler would make a shift of.
-FN_DEVICE u32 fn_mul_opaque(u32 a, u32 b) {
-#ifndef FN_SIM
-    asm("mul.lo.u32 %0, %1, %2;" : "=r"(a) : "r"(a), "r"(b));
-    return a;
-#else
-    return a * b;
-#endif
 }
 
 // ---- the tile's ring --------------------------------------------------------------------------------------
@@ -322,29 +265,25 @@ template <u32 W2> struct FnRing {
             w[1] = fn_ldg(reinterpret_cast<const u32*>(kTwoOffsets ? tile + low - 4 : tile + middle));
         w[kLoads - 1] = fn_ldg(reinterpret_cast<const u32*>(tile + high));
     }
-    // The same `tile` bytes behind two addresses: of words 0 and the last, or twice the tile's.
-    FN_DEVICE void load_at(const u8* first, const u8* last, u32 tile, u32 (&w)[kLoads]) const {
-        if (kLoads == 3 && !kTwoOffsets) return load(first + tile, w);
-        w[0] = fn_ldg(reinterpret_cast<const u32*>(first + tile));
-        if (kLoads == 3) w[1] = fn_ldg(reinterpret_cast<const u32*>(first + tile - 4));
-        w[kLoads - 1] = fn_ldg(reinterpret_cast<const u32*>(last + tile));
+    // The same behind the addresses of word 0 and of the last one, or twice the tile's.
+    FN_DEVICE void load_at(const u8* first, const u8* last, u32 (&w)[kLoads]) const {
+        if (kLoads == 3 && !kTwoOffsets) return load(first, w);
+        w[0] = fn_ldg(reinterpret_cast<const u32*>(first));
+        if (kLoads == 3) w[1] = fn_ldg(reinterpret_cast<const u32*>(first - 4));
+        w[kLoads - 1] = fn_ldg(reinterpret_cast<const u32*>(last));
     }
     FN_DEVICE void load_any(const u8* tile, u32 (&w)[kLoads]) const {  // from memory of any kind
         w[0] = fn_ld(reinterpret_cast<const u32*>(tile + low));
         if (kLoads == 3) w[1] = fn_ld(reinterpret_cast<const u32*>(kTwoOffsets ? tile + low - 4 : tile + middle));
         w[kLoads - 1] = fn_ld(reinterpret_cast<const u32*>(tile + high));
     }
-    template <u32 OFFSET, bool LEAN> static FN_DEVICE u32 window(const u32 (&v)[3]) {
+    template <u32 OFFSET> static FN_DEVICE u32 window(const u32 (&v)[3]) {
         constexpr u32 q = OFFSET / 32, r = OFFSET % 32;
         if (r == 0) return v[q] & 0xffffu;
         if (r == 8) return fn_prmt(v[q], 0, 0x4421u);
         if (r == 16) return v[q] >> 16;
-        if (r < 16) return low_window<r < 16 ? r : 0, LEAN>(v[q]);
+        if (r < 16) return v[q] >> r & 0xffffu;
         return fn_funnel_r(v[q], v[q + 1 < 3 ? q + 1 : 2], r) & 0xffffu;
-    }
-    template <u32 R, bool LEAN> static FN_DEVICE u32 low_window(u32 v) {  // R below 16
-        if (LEAN && R * 2u <= W2 * FN_WINDOW_MAD) return fn_mul_opaque(v, 1u << (16u - R)) >> 16;
-        return v >> R & 0xffffu;
     }
     // Windows J and LATER, 8 or 16 bits behind it (nearer to the end), from one word: a shift less.
     template <u32 J, u32 LATER> static FN_DEVICE void pair(const u32 (&v)[3], u32 (&state)[8]) {
@@ -355,19 +294,19 @@ template <u32 W2> struct FnRing {
         state[LATER] = both & 0xffffu;
         state[J] = apart == 16 ? both >> 16 : fn_prmt(both, 0, 0x4421u);
     }
-    // LEAN: as FN_TOP_WINDOW and FN_WINDOW_MAD say.
+    // LEAN: 3 bits with a second shift in the place of one word, whose first window needs no mask.
     template <bool LEAN = false> FN_DEVICE void states(const u32 (&w)[kLoads], u32 (&state)[8]) const {
         u32 v[3] = {0, 0, 0};
 #pragma unroll
         for (u32 i = 0; i < kVector; i++)
             v[i] = kAligned ? w[i] : i + 1 < kLoads ? fn_funnel_r(w[i], w[i + 1], shift) : w[i] >> shift;
-        if constexpr (LEAN && W2 == 6 && FN_TOP_WINDOW) {
+        if constexpr (LEAN && W2 == 6) {
             // shift is at most 24: bits 5 .. 36 begin in the first word
             u32 top = fn_funnel_r(w[0], w[1], shift + 5u);
             state[0] = top >> 16, state[1] = top >> 13 & 0xffffu;
-            state[2] = low_window<15, LEAN>(v[0]), state[3] = low_window<12, LEAN>(v[0]);
-            state[4] = low_window<9, LEAN>(v[0]), state[5] = low_window<6, LEAN>(v[0]);
-            state[6] = low_window<3, LEAN>(v[0]), state[7] = v[0] & 0xffffu;
+            state[2] = v[0] >> 15 & 0xffffu, state[3] = v[0] >> 12 & 0xffffu;
+            state[4] = v[0] >> 9 & 0xffffu, state[5] = v[0] >> 6 & 0xffffu;
+            state[6] = v[0] >> 3 & 0xffffu, state[7] = v[0] & 0xffffu;
         } else if constexpr (W2 == 8) {
             pair<0, 4>(v, state), pair<1, 5>(v, state), pair<2, 6>(v, state), pair<3, 7>(v, state);
         } else if constexpr (W2 == 16) {
@@ -376,270 +315,17 @@ template <u32 W2> struct FnRing {
             pair<0, 4>(v, state), pair<1, 5>(v, state), pair<2, 6>(v, state), pair<3, 7>(v, state);
         } else if constexpr (W2 == 5) {
             pair<0, 3>(v, state), pair<2, 5>(v, state), pair<4, 7>(v, state);
-            state[1] = window<fn_ring_behind(W2, 1), LEAN>(v);
-            state[6] = window<fn_ring_behind(W2, 6), LEAN>(v);
+            state[1] = window<fn_ring_behind(W2, 1)>(v);
+            state[6] = window<fn_ring_behind(W2, 6)>(v);
         } else {
-            state[0] = window<fn_ring_behind(W2, 0), LEAN>(v);
-            state[1] = window<fn_ring_behind(W2, 1), LEAN>(v);
-            state[2] = window<fn_ring_behind(W2, 2), LEAN>(v);
-            state[3] = window<fn_ring_behind(W2, 3), LEAN>(v);
-            state[4] = window<fn_ring_behind(W2, 4), LEAN>(v);
-            state[5] = window<fn_ring_behind(W2, 5), LEAN>(v);
-            state[6] = window<fn_ring_behind(W2, 6), LEAN>(v);
-            state[7] = window<fn_ring_behind(W2, 7), LEAN>(v);
+            state[0] = window<fn_ring_behind(W2, 0)>(v);
+            state[1] = window<fn_ring_behind(W2, 1)>(v);
+            state[2] = window<fn_ring_behind(W2, 2)>(v);
+            state[3] = window<fn_ring_behind(W2, 3)>(v);
+            state[4] = window<fn_ring_behind(W2, 4)>(v);
+            state[5] = window<fn_ring_behind(W2, 5)>(v);
+            state[6] = window<fn_ring_behind(W2, 6)>(v);
+            state[7] = window<fn_ring_behind(W2, 7)>(v);
         }
     }
 };
-
-// ---- weights of a warp: FN_WARP_TILES neighbouring tiles of 16 outputs, one k step of 16 at a time ---------
-
-// Where a warp stands: pairs of tiles count over the launch, tile0 is its first tile in the pair.
-struct FnPlace {
-    u32 pair, tile0;
-    FN_DEVICE FnPlace() {
-        u32 warp = threadIdx.x >> 5;
-        pair = FN_BLOCK_PAIRS == 1 ? blockIdx.x : blockIdx.x * FN_BLOCK_PAIRS + warp * FN_WARP_TILES / 2u;
-        tile0 = FN_WARP_TILES == 1 ? warp & 1u : 0u;
-    }
-};
-
-template <u32 W2, u32 CODEBOOK> struct FnTrellis {
-    enum : u32 {
-        kDepth = W2 == 7 || W2 > 10 ? FN_AHEAD / 2 : FN_AHEAD,
-        kBf16 = 0,
-        kShare = FN_SHARE && (W2 == 6 || W2 == 10),
-    };
-    struct Step { u32 w[FN_WARP_TILES][FnRing<W2>::kLoads]; };
-
-    FnRing<W2> ring;
-    const u8 *low, *other;  // this lane's words of the k step before the next
-    u32 row_bytes, stride;  // one k step further; how far the next load goes
-
-    FN_DEVICE FnTrellis(u64 w, u32, u32 n, u32 pair, u32 tile0, u32 step0) : ring(threadIdx.x & 31u) {
-        row_bytes = n / 16u * FnRing<W2>::kTileBytes;
-        low = reinterpret_cast<const u8*>(w) + (u64)step0 * row_bytes + (2u * pair + tile0) * FnRing<W2>::kTileBytes;
-        other = low + ring.high;
-        if (FnRing<W2>::kLoads == 3 && !FnRing<W2>::kTwoOffsets) other = low;  // three offsets
-        else low += ring.low;
-        stride = row_bytes;
-        low -= row_bytes, other -= row_bytes;
-    }
-    // The k steps behind the first kDepth, into L2.  Of what no load has moved yet.
-    FN_DEVICE void prefetch(u32 n_steps) const {
-        if (!(FN_PREFETCH & 1)) return;
-        constexpr u32 bytes = FN_WARP_TILES * FnRing<W2>::kTileBytes;
-        const u8* at = (FnRing<W2>::kLoads == 3 && !FnRing<W2>::kTwoOffsets ? low : low - ring.low);
-#pragma unroll 1
-        for (u32 i = kDepth + (threadIdx.x & 31u); i < n_steps; i += 32u) {
-            const u8* row = at + (u64)(i + 1u) * row_bytes;
-#pragma unroll
-            for (u32 b = 0; b < bytes; b += 128u) fn_prefetch_l2(row + b);
-            fn_prefetch_l2(row + bytes - 4u);
-        }
-    }
-    FN_DEVICE void load(u32, Step& s) {  // the next k step
-        low += stride;
-        if (!kShare && (FnRing<W2>::kLoads == 2 || FnRing<W2>::kTwoOffsets)) other += stride;
-#pragma unroll
-        for (u32 t = 0; t < FN_WARP_TILES; t++) {
-            const u32 tile = t * FnRing<W2>::kTileBytes;
-            if (kShare) {
-                s.w[t][0] = fn_ldg(reinterpret_cast<const u32*>(low + tile));
-                if (W2 == 10) s.w[t][1] = fn_ldg(reinterpret_cast<const u32*>(low + tile - 4));
-            } else {
-                ring.load_at(low, other, tile, s.w[t]);
-            }
-        }
-    }
-    FN_DEVICE void advance(u32 n) { stride = n ? row_bytes : 0u; }
-    FN_DEVICE void operand(const Step& s, int i, u32 (&a)[4]) const {
-        u32 state[8], w[FnRing<W2>::kLoads];
-#pragma unroll
-        for (u32 j = 0; j < FnRing<W2>::kLoads; j++) w[j] = s.w[i][j];
-        if constexpr (kShare) {  // 3 bits: word 0 of the lane before, or of two before; 5 bits: its word 0 or 1
-            u32 lane = threadIdx.x & 31u, last = (lane & 3u) == 3u;
-            if (W2 == 6) w[1] = fn_shfl(w[0], lane - 1u - last & 31u);
-            else w[2] = fn_shfl(last ? w[0] : w[1], lane - 1u & 31u);
-        }
-        ring.template states<true>(w, state);
-        a[0] = fn_codebook2<CODEBOOK>(state[0], state[1], FN_JOIN_MAD > 0);
-        a[1] = fn_codebook2<CODEBOOK>(state[4], state[5], FN_JOIN_MAD > 2);
-        a[2] = fn_codebook2<CODEBOOK>(state[2], state[3], FN_JOIN_MAD > 1);
-        a[3] = fn_codebook2<CODEBOOK>(state[6], state[7], FN_JOIN_MAD > 3);
-    }
-};
-
-template <bool BF16> struct FnPlain {
-    enum : u32 { kDepth = BF16 ? 2 : FN_AHEAD_PLAIN, kBf16 = BF16 };
-    struct Step { uint4 w[FN_WARP_TILES]; };
-
-    const uint4* at[FN_WARP_TILES];  // this lane's words of the warp's tiles at the next k step
-
-    FN_DEVICE FnPlain(u64 w, u32 k, u32 n, u32 pair, u32 tile0, u32 step0) {
-        u32 steps = k / 16u;
-        at[0] = reinterpret_cast<const uint4*>(w) + ((u64)(2u * pair + tile0) * steps + step0) * 32u;
-        at[0] += threadIdx.x & 31u;
-        if (FN_WARP_TILES == 2)  // none: not stored
-            at[FN_WARP_TILES - 1] = at[0] + (16u * (2u * pair + 1u) < n ? 32u * steps : 0u);
-    }
-    FN_DEVICE void prefetch(u32 n_steps) const {  // as FnTrellis
-        u32 lane = threadIdx.x & 31u;
-        if (!(FN_PREFETCH & 2) || n_steps <= kDepth) return;
-#pragma unroll
-        for (u32 t = 0; t < FN_WARP_TILES; t++) {
-#ifdef FN_HOPPER
-            if (lane == 0)
-                asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at[t] + 32u * kDepth),
-                             "r"(512u * (n_steps - kDepth)));
-#else
-            for (u32 i = 4u * kDepth + lane; i < 4u * n_steps; i += 32u) fn_prefetch_l2(at[t] - lane + 8u * i);
-#endif
-        }
-    }
-    FN_DEVICE void load(u32 i, Step& s) const {  // the i-th k step from here
-#pragma unroll
-        for (u32 t = 0; t < FN_WARP_TILES; t++) s.w[t] = fn_ldg(at[t] + 32u * i);
-    }
-    FN_DEVICE void advance(u32 n) {
-#pragma unroll
-        for (u32 t = 0; t < FN_WARP_TILES; t++) at[t] += 32u * n;
-    }
-    FN_DEVICE void operand(const Step& s, int i, u32 (&a)[4]) const {
-        a[0] = s.w[i].x, a[1] = s.w[i].y, a[2] = s.w[i].z, a[3] = s.w[i].w;
-    }
-};
-
-// The warp's operand rows: lane 4 g + t reads row g (and g + 8).  Rows of an mma do not meet: where a row is
-// missing any other stands in, and its sums are not stored.
-template <u32 ROW_TILES> struct FnRows {
-    const u16* at[ROW_TILES];  // the lane's row at the next k step, plus 4 t halves
-
-    FN_DEVICE void load(u32 i, uint2 (&b)[ROW_TILES]) const {  // the i-th k step from here
-#pragma unroll
-        for (u32 r = 0; r < ROW_TILES; r++)
-            b[r] = fn_ld_here(reinterpret_cast<const uint2*>(at[r] + 16u * i));
-    }
-    FN_DEVICE void advance(u32 n) {
-#pragma unroll
-        for (u32 r = 0; r < ROW_TILES; r++) at[r] += 16u * n;
-    }
-};
-
-// One k step: d[tile][row tile] += weights x rows.
-template <class Weights, u32 ROW_TILES>
-FN_DEVICE void fn_dot_step(const Weights& weights, const typename Weights::Step& words,
-                           const uint2 (&x)[ROW_TILES], float (&d)[FN_WARP_TILES][ROW_TILES][4]) {
-#pragma unroll
-    for (int tile = 0; tile < FN_WARP_TILES; tile++) {
-        u32 a[4];
-        weights.operand(words, tile, a);
-#pragma unroll
-        for (u32 r = 0; r < ROW_TILES; r++) {
-            u32 b[2] = {x[r].x, x[r].y};
-            if constexpr (Weights::kBf16 != 0) {
-                u32 hi[2], lo[2];
-                fn_bf16_split(b[0], hi[0], lo[0]);
-                fn_bf16_split(b[1], hi[1], lo[1]);
-                fn_mma_bf16(d[tile][r], a, hi);
-                fn_mma_bf16(d[tile][r], a, lo);
-            } else {
-                fn_mma_f16(d[tile][r], a, b);
-            }
-        }
-    }
-}
-
-// d += weights x rows over n_steps k steps, k rising.  Groups of kDepth steps: the words of the next group
-// are asked for as those of this one are used; the steps that make no group come last.
-template <class Weights, u32 ROW_TILES>
-FN_DEVICE void fn_dot_run(Weights weights, FnRows<ROW_TILES> rows, u32 n_steps,
-                          float (&d)[FN_WARP_TILES][ROW_TILES][4]) {
-    constexpr u32 depth = Weights::kDepth;
-    typename Weights::Step words[depth];
-    uint2 x[depth][ROW_TILES];
-    u32 n_groups = n_steps / depth, n_rest = n_steps - n_groups * depth;
-    if (n_groups) {
-        const Weights start = weights;
-#pragma unroll
-        for (u32 i = 0; i < depth; i++) weights.load(i, words[i]);
-#pragma unroll
-        for (u32 i = 0; i < depth; i++) rows.load(i, x[i]);
-        if (FN_PREFETCH) start.prefetch(n_steps);
-#pragma unroll 1
-        while (FN_ROLLED ? n_groups-- : --n_groups) {
-            u32 ahead = FN_ROLLED && !n_groups ? 0u : depth;
-            weights.advance(ahead);
-            rows.advance(ahead);
-#pragma unroll
-            for (u32 i = 0; i < depth; i++) {
-                fn_dot_step(weights, words[i], x[i], d);
-                weights.load(i, words[i]);
-                rows.load(i, x[i]);
-            }
-        }
-        if (!FN_ROLLED) {
-#pragma unroll
-            for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);
-        }
-        weights.advance(depth);
-        rows.advance(depth);
-    }
-#pragma unroll 1
-    while (n_rest--) {
-        weights.load(0, words[0]);
-        rows.load(0, x[0]);
-        fn_dot_step(weights, words[0], x[0], d);
-        weights.advance(1);
-        rows.advance(1);
-    }
-}
-
-// Outputs 32 pair + 16 tile0 .. of FN_WARP_TILES tiles of weights `data` of that format (k inputs, n outputs)
-// over inputs k0 .. k1 - 1, from zero accumulators.  rows: at the row's start (this adds k0 and the lane's
-// place).  With g = lane / 4 and t = lane % 4, d[i][r][0], [1] are output 32 pair + 16 (tile0 + i) + g of rows
-// 8 r + 2 t, + 1, and d[i][r][2], [3] are output + 8 of the same rows.  Unknown formats give NaN.
-template <u32 ROW_TILES, bool PLAIN>
-FN_DEVICE void fn_weight_dot(u64 data, u32 format, u32 k, u32 n, u32 pair, u32 tile0, u32 k0, u32 k1,
-                             FnRows<ROW_TILES> rows, float (&d)[FN_WARP_TILES][ROW_TILES][4]) {
-    u32 n_steps = (k1 - k0) / 16u, step0 = k0 / 16u;
-#pragma unroll
-    for (u32 r = 0; r < ROW_TILES; r++) {
-        rows.at[r] += k0 + 4u * (threadIdx.x & 3u);
-#pragma unroll
-        for (int i = 0; i < 4 * FN_WARP_TILES; i++) d[i >> 2][r][i & 3] = 0.f;
-    }
-#define FN_DOT(...) \
-    fn_dot_run<__VA_ARGS__, ROW_TILES>(__VA_ARGS__(data, k, n, pair, tile0, step0), rows, n_steps, d)
-#define FN_TRELLIS(w2, codebook)                    \
-    case FN_FORMAT_EXL3 | w2 << 8 | codebook << 16: \
-        FN_DOT(FnTrellis<w2, codebook>);            \
-        return;
-#define FN_WIDTHS(codebook)                                                                   \
-    FN_TRELLIS(2, codebook) FN_TRELLIS(4, codebook) FN_TRELLIS(6, codebook) FN_TRELLIS(8, codebook) \
-    FN_TRELLIS(10, codebook) FN_TRELLIS(12, codebook) FN_TRELLIS(14, codebook) FN_TRELLIS(16, codebook)
-    switch (format) {
-        FN_WIDTHS(0)
-        FN_WIDTHS(1)
-        FN_WIDTHS(2)
-        FN_TRELLIS(3, 2)
-        FN_TRELLIS(5, 2)
-        FN_TRELLIS(7, 2)
-    }
-    if constexpr (PLAIN) {
-        if (format == FN_FORMAT_F16) {
-            FN_DOT(FnPlain<false>);
-            return;
-        }
-        if (format == FN_FORMAT_BF16) {
-            FN_DOT(FnPlain<true>);
-            return;
-        }
-    }
-#undef FN_DOT
-#undef FN_TRELLIS
-#undef FN_WIDTHS
-#pragma unroll
-    for (u32 r = 0; r < ROW_TILES; r++)
-#pragma unroll
-        for (int i = 0; i < 4 * FN_WARP_TILES; i++) d[i >> 2][r][i & 3] = fn_nan();
-}

@@ -136,11 +136,11 @@ FN_DEVICE void fn_let_next() {
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
-// Asks for the bytes around a global address to be brought into the L2 cache, where a launch may start early:
-// for bytes that will be read behind fn_wait_prior.
-FN_DEVICE void fn_prefetch_l2(u64 address) {
+// Asks for `bytes` (a multiple of 16) from a global address on (likewise) to be brought into the L2 cache, where a
+// launch may start early: for bytes that will be read behind fn_wait_prior.  For one thread.
+FN_DEVICE void fn_prefetch_l2(u64 address, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
 #endif
 }
 
@@ -222,14 +222,6 @@ FN_DEVICE T fn_ld_here(const T* p) {
     return v;
 }
 #endif
-
-// Asks for the line of p from memory into L2.
-FN_DEVICE void fn_prefetch_l2(const void* p) {
-#ifndef FN_SIM
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-#endif
-    (void)p;
-}
 
 FN_DEVICE float fn_nan() { return fn_u2f(0x7fffffffu); }
 FN_DEVICE float fn_b2f(u16 b) { return fn_u2f((u32)b << 16); }

@@ -34,7 +34,7 @@ from flashnext_drv.drv.memory import DeviceArena, Span, copy_async, copy_to_devi
 from flashnext_drv.drv.module import Launch
 from flashnext_drv.drv.stream import Event, Stream, elapsed_ms
 from flashnext_drv.kernels.bind import Kernels
-from flashnext_drv.kernels.exl3 import dot_segments, gemv_blocks
+from flashnext_drv.kernels.exl3 import dot_segments
 from flashnext_drv.kernels.tables import LINE, LINEAR, ROUND, ROUTE
 from flashnext_drv.ledger import Ledger
 
@@ -161,7 +161,7 @@ def build_linear(bench: Bench, texts: str, rows: int) -> Built:
         launches.append(
             bench.kernels.launch(
                 f"linear_gemv_n{cap}",
-                gemv_blocks(first),
+                first,
                 round=round_at,
                 linears=linears,
                 n_linears=len(dots),
@@ -206,7 +206,7 @@ def build_moe(bench: Bench, kernel: str, texts: str, rows: int) -> Built:
     for c in range(n_copies):
         routes = np.zeros((rows, N_SLOTS), ROUTE)
         routes["expert"] = c * rows * N_SLOTS + np.arange(rows * N_SLOTS).reshape(rows, N_SLOTS)
-        grid = (gemv_blocks(expert.n // 32 * units), len(parts) * N_SLOTS, rows)
+        grid = (expert.n // 32 * units, len(parts) * N_SLOTS, rows)
         launches.append(
             bench.kernels.launch(
                 kernel,

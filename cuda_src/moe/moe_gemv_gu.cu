@@ -3,9 +3,8 @@
 //             operands, index 0 gate, 1 up -> part (units, rows_cap, n_slots, 2, width_cap) f32, rows <
 //             n_rows, units and outputs below the line's own.  EXL3 projections of any width and codebook,
 //             each line its own; hidden, width % 128 == 0.
-// Launch      grid (ceil(warps_cap / 4), 2 n_slots, rows_cap), block 128, warps_cap = width_cap / 32 *
-//             units_cap; warps beyond the line's width / 32 * segments return.  Warp: 32 outputs of one unit
-//             of one dot.
+// Launch      grid (warps_cap, 2 n_slots, rows_cap), block 64, warps_cap = width_cap / 32 * units_cap; blocks
+//             beyond the line's width / 32 * segments return.  Block: 32 outputs of one unit of one dot.
 // Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, width, 1) segments; all rows of the mma
 //             are this one, and the first is stored.
 // Equality    the same bytes as linear_gemv for the same operand, weights and segments.
@@ -14,7 +13,6 @@
 
 FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const u16* x, float* part,
            u32 hidden, u32 n_slots, u32 width_cap)) {
-    fn_let_next();
     fn_wait_prior();
     u32 row = blockIdx.z, n_rows = round->n_rows, rows_cap = round->rows_cap;
     u32 expert = routes[(u64)row * n_slots + (blockIdx.y >> 1)].expert;

@@ -62,7 +62,7 @@ static inline void __syncthreads() { fnsim::block_barrier(); }
 static inline void __syncwarp() { fnsim::warp_barrier(); }
 static inline void fn_wait_prior() { fnsim::wait_prior(); }
 static inline void fn_let_next() {}
-static inline void fn_prefetch_l2(u64) {}
+static inline void fn_prefetch_l2(u64, u32) {}
 
 FN_DEVICE float fn_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 FN_DEVICE float fn_mul(float a, float b) { return a * b; }

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.exl3 import dot_segments, fragment_order_rows, fragment_order_weights, gemv_blocks
+from ..kernels.exl3 import dot_segments, fragment_order_rows, fragment_order_weights
 from ..kernels.spec import Case
 from ..kernels.tables import FORMAT_BF16, FORMAT_F16, LINEAR, exl3_format
 from ..ref.exl3 import decode_linear
@@ -345,7 +345,7 @@ def _gemv(case: Case, seed: int) -> Operands:
                 same_bits(f"linear {j}: integers", part[:, :rows].astype(np.float64).sum(axis=0), exact)
 
     return launch.finished(
-        (gemv_blocks(launch.n_warps), 1, 1),
+        (launch.n_warps, 1, 1),
         [f"part{j}" for j in range(len(launch.dots))],
         expect,
         {"n_linears": len(launch.dots)},

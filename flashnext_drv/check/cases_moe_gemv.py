@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.exl3 import dot_segments, fragment_order_rows, gemv_blocks
+from ..kernels.exl3 import dot_segments, fragment_order_rows
 from ..kernels.spec import Case
 from ..kernels.tables import LINE, ROUTE, WEIGHT
 from .cases_exl3 import Dot, Weights, check_unit, make_weights, operand_rows, unit_ranges
@@ -92,7 +92,7 @@ def build(name: str, case: Case, seed: int) -> Operands:
     return Operands(
         arrays,
         {"hidden": hidden, "n_slots": n_slots, "width_cap": width_cap},
-        (gemv_blocks(warps), len(parts) * n_slots, cap),
+        (warps, len(parts) * n_slots, cap),
         relocations,
         ("part",),
         expect,

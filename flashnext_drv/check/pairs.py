@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import ContractError
 from ..kernels import catalog
-from ..kernels.exl3 import dot_segments, gemv_blocks
+from ..kernels.exl3 import dot_segments
 from ..kernels.spec import Case, KernelSpec
 from ..kernels.tables import LINE, LINEAR
 from .cases_gdn_deep import PAIRS as GDN
@@ -134,7 +134,7 @@ def _expert_dots(case: Case, given: Operands, ran: Ran) -> Turned:
         ]
     names = tuple(f"part{j}" for j in range(len(dots)))
     operands = Operands(
-        arrays, {"n_linears": len(dots)}, (gemv_blocks(first), 1, 1), moves, names, lambda _: None
+        arrays, {"n_linears": len(dots)}, (first, 1, 1), moves, names, lambda _: None
     )
 
     def compared(other: Ran) -> Expected:

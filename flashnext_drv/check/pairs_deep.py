@@ -10,7 +10,6 @@ from typing import Final
 
 import numpy as np
 
-from ..kernels.exl3 import gemv_blocks
 from ..kernels.spec import Case
 from ..kernels.tables import LINEAR
 from .contract import Operands, Ran, poison
@@ -41,7 +40,7 @@ def _linears(case: Case, given: Operands, ran: Ran) -> Turned:
         moves.append(("linears", j * LINEAR.itemsize + field_at(LINEAR, "part"), f"part{j}", 0))
         outs.append(f"out{j}")
     operands = Operands(
-        arrays, {"n_linears": len(table)}, (gemv_blocks(first), 1, 1), moves, tuple(outs), lambda _: None
+        arrays, {"n_linears": len(table)}, (first, 1, 1), moves, tuple(outs), lambda _: None
     )
 
     def compared(other: Ran) -> Expected:

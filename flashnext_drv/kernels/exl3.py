@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "BLOCK_PAIRS",
     "GEMV_BLOCK",
     "KERNELS",
     "LINEAR_FINISH",
@@ -27,21 +26,17 @@ __all__ = [
     "LINEAR_GEMV_N16",
     "LINEAR_INPUT",
     "PAIRS",
-    "WARP_TILES",
     "dot_segments",
     "fragment_order_rows",
     "fragment_order_weights",
-    "gemv_blocks",
     "leaves",
 ]
 
 PAIRS: Final = tuple(
     (name, float(bits)) for name in ("3inst", "mcg", "mul1") for bits in range(1, 9)
 ) + tuple(("mul1", bits) for bits in (1.5, 2.5, 3.5))
-# How linear_gemv and moe_gemv_* cut their work: FN_WARP_TILES and FN_BLOCK_PAIRS of exl3.cuh.
-WARP_TILES: Final = 1
-BLOCK_PAIRS: Final = 1
-GEMV_BLOCK: Final = 64 * BLOCK_PAIRS // WARP_TILES
+# A block of linear_gemv and moe_gemv_*: a pair of tiles of 16 outputs, a warp each.
+GEMV_BLOCK: Final = 64
 _MAX_OUTPUTS: Final = 49152  # outputs times segments that fill the machine in a decode step
 _MIN_INPUTS: Final = 256  # of a segment
 
@@ -60,11 +55,6 @@ def dot_segments(k: int, n: int, leaves: int = 1) -> int:
     ):
         segments *= 2
     return segments
-
-
-def gemv_blocks(pairs: int) -> int:
-    """Blocks of a launch of linear_gemv or moe_gemv_* over so many pairs of tiles, units counted."""
-    return -(-pairs // BLOCK_PAIRS)
 
 
 def leaves(k: int) -> int:
@@ -187,7 +177,7 @@ def _gemv(rows_max: int, blocks_per_sm: int) -> KernelSpec:
         source="exl3/linear_gemv.cu",
         order="exl3_dot_v1, plain_dot_v1",
         args=(_ROUND, _LINEARS, Arg("n_linears", U32, "1.., first_warp rising from 0")),
-        grid="ceil(total warps / FN_BLOCK_PAIRS)",
+        grid="total warps",
         block=GEMV_BLOCK,
         blocks_per_sm=blocks_per_sm,
         defines=(("FN_ROW_TILES", str(rows_max // 8)),),
@@ -206,8 +196,8 @@ def _gemv(rows_max: int, blocks_per_sm: int) -> KernelSpec:
     )
 
 
-LINEAR_GEMV_N8: Final = _gemv(8, 24)
-LINEAR_GEMV_N16: Final = _gemv(16, 16)
+LINEAR_GEMV_N8: Final = _gemv(8, 20)
+LINEAR_GEMV_N16: Final = _gemv(16, 12)
 
 LINEAR_FINISH: Final = KernelSpec(
     name="linear_finish",

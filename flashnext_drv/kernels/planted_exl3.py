@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 _EXL3: Final = "exl3.cuh"
+_DOT: Final = "gemv.cuh"
 _GEMV: Final = "exl3/linear_gemv.cu"
 _IN: Final = "exl3/linear_input.cu"
 _OUT: Final = "exl3/linear_finish.cu"
@@ -31,7 +32,7 @@ _WIDTHS: Final = (
     "        FN_TRELLIS(3, 2)\n        FN_TRELLIS(5, 2)\n        FN_TRELLIS(7, 2)\n"
 )
 # Only the decoders of mul1 with 3 and 5 bits: what the cases of these controls use, at a tenth of the time.
-_NARROW: Final = Edit(_EXL3, _WIDTHS, "        FN_TRELLIS(6, 2)\n        FN_TRELLIS(10, 2)\n")
+_NARROW: Final = Edit(_DOT, _WIDTHS, "        FN_TRELLIS(6, 2)\n        FN_TRELLIS(10, 2)\n")
 
 
 def _one(name: str, kind: str, file: str, old: str, new: str, *cases: str) -> Control:
@@ -72,8 +73,8 @@ LINEAR_INPUT: Final = (
         "ties_away",
         "tie",
         _IN,
-        "    fn_linear_store_input(v,",
-        "    for (u32 i = 0; i < 4; i++) v[i] = fn_u2f(fn_f2u(v[i]) + 1u);\n    fn_linear_store_input(v,",
+        "    fn_linear_store_operand(v,",
+        "    for (u32 i = 0; i < 4; i++) v[i] = fn_u2f(fn_f2u(v[i]) + 1u);\n    fn_linear_store_operand(v,",
         "midpoints",
     ),
     _one(
@@ -111,7 +112,7 @@ _LINEAR_DOT: Final = (
     _dot(
         "k_falling",
         "order",
-        _EXL3,
+        _DOT,
         "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);",
         "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[depth - 1u - i], x[depth - 1u - i], d);",
         "leaves2",
@@ -121,10 +122,10 @@ _LINEAR_DOT: Final = (
     _dot(
         "sum_f16",
         "rounding",
-        _EXL3,
-        "                fn_mma_f16(d[tile][r], a, b);",
-        "                fn_mma_f16(d[tile][r], a, b);\n"
-        "                for (int i = 0; i < 4; i++) d[tile][r][i] = fn_h2f(fn_f2h(d[tile][r][i]));",
+        _DOT,
+        "            fn_mma_f16(d[r], a, b);",
+        "            fn_mma_f16(d[r], a, b);\n"
+        "            for (int i = 0; i < 4; i++) d[r][i] = fn_h2f(fn_f2h(d[r][i]));",
         "leaves2",
         "segments2",
     ),
@@ -132,7 +133,7 @@ _LINEAR_DOT: Final = (
         "codebook_split",
         "contraction",
         _EXL3,
-        "return fn_hfma2(by_mad ? h1 * 65536u + h0 : fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0xC931C931u);",
+        "return fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0xC931C931u);",
         "return fn_hadd2(fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0x80008000u), 0xC931C931u);",
         "leaves2",
         "segments2",
@@ -140,24 +141,24 @@ _LINEAR_DOT: Final = (
     _dot(
         "from_one",
         "scale",
-        _EXL3,
-        "for (int i = 0; i < 4 * FN_WARP_TILES; i++) d[i >> 2][r][i & 3] = 0.f;",
-        "for (int i = 0; i < 4 * FN_WARP_TILES; i++) d[i >> 2][r][i & 3] = 0x1p-20f;",
+        _DOT,
+        "for (int i = 0; i < 4; i++) d[r][i] = 0.f;",
+        "for (int i = 0; i < 4; i++) d[r][i] = 0x1p-20f;",
         "leaves2",
         "segments2",
     ),
     _dot(
         "bf16_low_first",
         "order",
-        _EXL3,
-        "                fn_mma_bf16(d[tile][r], a, hi);\n                fn_mma_bf16(d[tile][r], a, lo);",
-        "                fn_mma_bf16(d[tile][r], a, lo);\n                fn_mma_bf16(d[tile][r], a, hi);",
+        _DOT,
+        "            fn_mma_bf16(d[r], a, hi);\n            fn_mma_bf16(d[r], a, lo);",
+        "            fn_mma_bf16(d[r], a, lo);\n            fn_mma_bf16(d[r], a, hi);",
         "bf16_512x1",
         "bf16_512x4",
         "bf16_512x48",
     ),
-    _dot("bf16_no_low", "leaf", _EXL3, "                fn_mma_bf16(d[tile][r], a, lo);\n", "", "bf16_512x1"),
-    _dot("rest_lost", "leaf", _EXL3, "while (n_rest--) {", "while (n_rest-- > 1u) {", "f16_80x1"),
+    _dot("bf16_no_low", "leaf", _DOT, "            fn_mma_bf16(d[r], a, lo);\n", "", "bf16_512x1"),
+    _dot("rest_lost", "leaf", _DOT, "while (n_rest--) {", "while (n_rest-- > 1u) {", "f16_80x1"),
     _dot(
         "next_row",
         "stale",
@@ -188,8 +189,8 @@ _LINEAR_DOT: Final = (
         "other_linear",
         "index",
         _GEMV,
-        "if (linears[i].first_warp <= warp) j = i;",
-        "if (linears[i].first_warp < warp) j = i;",
+        "if (first[i] <= warp) j = i;",
+        "if (first[i] < warp) j = i;",
         "one_step",
     ),
 )
@@ -258,8 +259,8 @@ LINEAR_FINISH: Final = (
         "sum_f16",
         "rounding",
         _OUT,
-        "    fn_linear_finish_block(linear, round->rows_cap, row, block, v);\n",
-        "    fn_linear_finish_block(linear, round->rows_cap, row, block, v);\n"
+        "    fn_linear_finish_block(linear, scale, round->rows_cap, row, block, v);\n",
+        "    fn_linear_finish_block(linear, scale, round->rows_cap, row, block, v);\n"
         "    for (u32 i = 0; i < 4; i++) v[i] = fn_h2f(fn_f2h(v[i]));\n",
     ),
     _one(
@@ -273,7 +274,7 @@ _SLOT_DOT: Final = (
     _dot(
         "k_falling",
         "order",
-        _EXL3,
+        _DOT,
         "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);",
         "for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[depth - 1u - i], x[depth - 1u - i], d);",
         "segments",
@@ -283,10 +284,10 @@ _SLOT_DOT: Final = (
     _dot(
         "sum_f16",
         "rounding",
-        _EXL3,
-        "                fn_mma_f16(d[tile][r], a, b);",
-        "                fn_mma_f16(d[tile][r], a, b);\n"
-        "                for (int i = 0; i < 4; i++) d[tile][r][i] = fn_h2f(fn_f2h(d[tile][r][i]));",
+        _DOT,
+        "            fn_mma_f16(d[r], a, b);",
+        "            fn_mma_f16(d[r], a, b);\n"
+        "            for (int i = 0; i < 4; i++) d[r][i] = fn_h2f(fn_f2h(d[r][i]));",
         "segments",
         "one_row",
     ),
@@ -294,7 +295,7 @@ _SLOT_DOT: Final = (
         "codebook_split",
         "contraction",
         _EXL3,
-        "return fn_hfma2(by_mad ? h1 * 65536u + h0 : fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0xC931C931u);",
+        "return fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0xC931C931u);",
         "return fn_hadd2(fn_hfma2(fn_prmt(h0, h1, 0x5410u), 0x1EEE1EEEu, 0x80008000u), 0xC931C931u);",
         "segments",
         "one_row",
@@ -302,9 +303,9 @@ _SLOT_DOT: Final = (
     _dot(
         "from_one",
         "scale",
-        _EXL3,
-        "for (int i = 0; i < 4 * FN_WARP_TILES; i++) d[i >> 2][r][i & 3] = 0.f;",
-        "for (int i = 0; i < 4 * FN_WARP_TILES; i++) d[i >> 2][r][i & 3] = 0x1p-20f;",
+        _DOT,
+        "for (int i = 0; i < 4; i++) d[r][i] = 0.f;",
+        "for (int i = 0; i < 4; i++) d[r][i] = 0x1p-20f;",
         "segments",
         "one_row",
     ),
@@ -328,8 +329,8 @@ _SLOT_DOT: Final = (
         "rows_mixed",
         "layout",
         _SLOT,
-        "part[16u * t + 8u] = d[t][0][2];",
-        "part[16u * t + 8u] = d[t][0][0];",
+        "part[8] = d[0][2];",
+        "part[8] = d[0][0];",
         "one_row",
     ),
 )

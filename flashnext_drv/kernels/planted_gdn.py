@@ -128,8 +128,8 @@ GDN_GATE_INPUT: Final = (
         "padding_row",
         "stale",
         _GATE,
-        "if (row >= n_rows || head >= n_v) return;",
-        "if (row > n_rows || head >= n_v) return;",
+        "if (row >= fn_ld(&round->n_rows) || !live) return;",
+        "if (row > fn_ld(&round->n_rows) || !live) return;",
     ),
     _one(
         "three_of_four",
@@ -146,7 +146,7 @@ GDN_GATE_INPUT: Final = (
         "fn_store_tile4(to, 2u, row",
         "tiled_two_images",
     ),
-    _one("last_head", "tail", _GATE, "|| head >= n_v) return;", "|| head + 1u >= n_v) return;"),
+    _one("last_head", "tail", _GATE, "live = head < n_v;", "live = head + 1u < n_v;"),
 )
 
 GDN_DEEP_INPUT: Final = (

@@ -30,7 +30,7 @@ def _one(name: str, kind: str, file: str, old: str, new: str, *cases: str) -> Co
 
 
 EMBED_ROWS: Final = (
-    _one("first_row", "stale", _EMBED, "(u64)rows[r].token * hidden + i", "(u64)rows[0].token * hidden + i"),
+    _one("first_row", "stale", _EMBED, "(u64)rows[r].token * hidden;", "(u64)rows[0].token * hidden;"),
     _one("three_streams", "tail", _EMBED, "for (u32 j = 0; j < 4; ++j)", "for (u32 j = 0; j < 3; ++j)"),
     _one(
         "other_format", "index", _EMBED, "if (format == FN_FORMAT_BF16) {", "if (format != FN_FORMAT_BF16) {"
@@ -82,7 +82,7 @@ NGRAM_ROWS: Final = (
         ),
         cases=("bits8_dim160", "bits5_dim320"),
     ),
-    _one("last_word", "tail", _NGRAM, "w + 1u < n_words ? fn_ldg", "w + 2u < n_words ? fn_ldg"),
+    _one("last_word", "tail", _NGRAM, "w + 1u < n_words ? fn_ld", "w + 2u < n_words ? fn_ld"),
     _one(
         "value_f16",
         "rounding",

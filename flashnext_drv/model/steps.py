@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..kernels.exl3 import gemv_blocks
 from ..kernels.tables import FORMAT_BF16, FORMAT_F16
 from .layout import Layout
 
@@ -178,7 +177,7 @@ def _gemv(layout: Layout, group: str) -> Iterator[Step]:
     members = layout.groups[group]
     yield Step(
         "linear_gemv_n*",
-        (gemv_blocks(members.n_warps),),
+        (members.n_warps,),
         {"linears": f"{group}.linears", "n_linears": len(members.members)},
         group,
     )
@@ -383,7 +382,7 @@ def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
     )
     yield Step(
         "moe_gemv_gu",
-        (gemv_blocks(width // 32 * gu_units), 2 * slots, "rows"),
+        (width // 32 * gu_units, 2 * slots, "rows"),
         {**table, **size, "x": "moe_x", "part": "moe_part"},
         scope,
     )
@@ -395,7 +394,7 @@ def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
     )
     yield Step(
         "moe_gemv_down",
-        (gemv_blocks(c.hidden // 32 * down_units), slots, "rows"),
+        (c.hidden // 32 * down_units, slots, "rows"),
         {**table, **size, "x": "moe_h", "part": "moe_part"},
         scope,
     )

@@ -1,0 +1,211 @@
+// gemv.cuh: a warp's products of 16 outputs with up to 8 ROW_TILES rows; used by linear_gemv and moe_gemv_*.
+//
+//   FnPlace                        where a warp stands in a launch of blocks of FN_GEMV_THREADS
+//   fn_weight_dot<ROW_TILES, PLAIN>(...)   W 16 outputs x one k range x up to 8 ROW_TILES rows
+//
+// A block is one pair of tiles of 16 outputs, a warp a tile: small grids reach all SMs, and the critical path is
+// one tile's (tools/bench_gemv.py timed pairs a warp and larger blocks beside this).
+#pragma once
+#include "exl3.cuh"
+
+#define FN_GEMV_THREADS 64u
+
+// ---- weights of a warp: a tile of 16 outputs, one k step of 16 at a time --------------------------------------
+
+// Pairs of tiles count over the launch; half: the warp's tile of the pair.
+struct FnPlace {
+    u32 pair, half;
+    FN_DEVICE FnPlace() : pair(blockIdx.x), half(threadIdx.x >> 5) {}
+};
+
+template <u32 W2, u32 CODEBOOK> struct FnTrellis {
+    enum : u32 {
+        kDepth = W2 == 7 || W2 > 10 ? 2 : 4,  // k steps asked for ahead
+        kBf16 = 0,
+        kShare = W2 == 6 || W2 == 10,  // a lane's last word comes from a lane before it
+    };
+    struct Step { u32 w[FnRing<W2>::kLoads]; };
+
+    FnRing<W2> ring;
+    const u8 *low, *other;  // this lane's words of the k step before the next
+    u32 row_bytes, stride;  // one k step further; how far the next load goes
+
+    FN_DEVICE FnTrellis(u64 w, u32, u32 n, u32 tile, u32 step0) : ring(threadIdx.x & 31u) {
+        row_bytes = n / 16u * FnRing<W2>::kTileBytes;
+        low = reinterpret_cast<const u8*>(w) + (u64)step0 * row_bytes + tile * FnRing<W2>::kTileBytes;
+        other = low + ring.high;
+        if (FnRing<W2>::kLoads == 3 && !FnRing<W2>::kTwoOffsets) other = low;  // three offsets
+        else low += ring.low;
+        stride = row_bytes;
+        low -= row_bytes, other -= row_bytes;
+    }
+    FN_DEVICE void load(u32, Step& s) {  // the next k step
+        low += stride;
+        if (!kShare && (FnRing<W2>::kLoads == 2 || FnRing<W2>::kTwoOffsets)) other += stride;
+        if (kShare) {
+            s.w[0] = fn_ldg(reinterpret_cast<const u32*>(low));
+            if (W2 == 10) s.w[1] = fn_ldg(reinterpret_cast<const u32*>(low - 4));
+        } else {
+            ring.load_at(low, other, s.w);
+        }
+    }
+    FN_DEVICE void advance(u32 n) { stride = n ? row_bytes : 0u; }
+    FN_DEVICE void operand(const Step& s, u32 (&a)[4]) const {
+        u32 state[8], w[FnRing<W2>::kLoads];
+#pragma unroll
+        for (u32 j = 0; j < FnRing<W2>::kLoads; j++) w[j] = s.w[j];
+        if constexpr (kShare) {  // 3 bits: word 0 of the lane before, or of two before; 5 bits: its word 0 or 1
+            u32 lane = threadIdx.x & 31u, last = (lane & 3u) == 3u;
+            if (W2 == 6) w[1] = fn_shfl(w[0], lane - 1u - last & 31u);
+            else w[2] = fn_shfl(last ? w[0] : w[1], lane - 1u & 31u);
+        }
+        ring.template states<true>(w, state);
+        a[0] = fn_codebook2<CODEBOOK>(state[0], state[1]);
+        a[1] = fn_codebook2<CODEBOOK>(state[4], state[5]);
+        a[2] = fn_codebook2<CODEBOOK>(state[2], state[3]);
+        a[3] = fn_codebook2<CODEBOOK>(state[6], state[7]);
+    }
+};
+
+template <bool BF16> struct FnPlain {
+    enum : u32 { kDepth = BF16 ? 2 : 4, kBf16 = BF16 };
+    struct Step { uint4 w; };
+
+    const uint4* at;  // this lane's words at the next k step
+
+    FN_DEVICE FnPlain(u64 w, u32 k, u32, u32 tile, u32 step0) {
+        at = reinterpret_cast<const uint4*>(w) + ((u64)tile * (k / 16u) + step0) * 32u + (threadIdx.x & 31u);
+    }
+    FN_DEVICE void load(u32 i, Step& s) const { s.w = fn_ldg(at + 32u * i); }  // the i-th k step from here
+    FN_DEVICE void advance(u32 n) { at += 32u * n; }
+    FN_DEVICE void operand(const Step& s, u32 (&a)[4]) const {
+        a[0] = s.w.x, a[1] = s.w.y, a[2] = s.w.z, a[3] = s.w.w;
+    }
+};
+
+// The warp's operand rows: lane 4 g + t reads row g (and g + 8).  Rows of an mma do not meet: where a row is
+// missing any other stands in, and its sums are not stored.
+template <u32 ROW_TILES> struct FnRows {
+    const u16* at[ROW_TILES];  // the lane's row at the next k step, plus 4 t halves
+
+    FN_DEVICE void load(u32 i, uint2 (&b)[ROW_TILES]) const {  // the i-th k step from here
+#pragma unroll
+        for (u32 r = 0; r < ROW_TILES; r++)
+            b[r] = fn_ld_here(reinterpret_cast<const uint2*>(at[r] + 16u * i));
+    }
+    FN_DEVICE void advance(u32 n) {
+#pragma unroll
+        for (u32 r = 0; r < ROW_TILES; r++) at[r] += 16u * n;
+    }
+};
+
+// One k step: d[row tile] += weights x rows.
+template <class Weights, u32 ROW_TILES>
+FN_DEVICE void fn_dot_step(const Weights& weights, const typename Weights::Step& words,
+                           const uint2 (&x)[ROW_TILES], float (&d)[ROW_TILES][4]) {
+    u32 a[4];
+    weights.operand(words, a);
+#pragma unroll
+    for (u32 r = 0; r < ROW_TILES; r++) {
+        u32 b[2] = {x[r].x, x[r].y};
+        if constexpr (Weights::kBf16 != 0) {
+            u32 hi[2], lo[2];
+            fn_bf16_split(b[0], hi[0], lo[0]);
+            fn_bf16_split(b[1], hi[1], lo[1]);
+            fn_mma_bf16(d[r], a, hi);
+            fn_mma_bf16(d[r], a, lo);
+        } else {
+            fn_mma_f16(d[r], a, b);
+        }
+    }
+}
+
+// d += weights x rows over n_steps k steps, k rising.  Groups of kDepth steps: the words of the next group
+// are asked for as those of this one are used; the steps that make no group come last.
+template <class Weights, u32 ROW_TILES>
+FN_DEVICE void fn_dot_run(Weights weights, FnRows<ROW_TILES> rows, u32 n_steps,
+                          float (&d)[ROW_TILES][4]) {
+    constexpr u32 depth = Weights::kDepth;
+    typename Weights::Step words[depth];
+    uint2 x[depth][ROW_TILES];
+    u32 n_groups = n_steps / depth, n_rest = n_steps - n_groups * depth;
+    if (n_groups) {
+#pragma unroll
+        for (u32 i = 0; i < depth; i++) weights.load(i, words[i]);
+#pragma unroll
+        for (u32 i = 0; i < depth; i++) rows.load(i, x[i]);
+#pragma unroll 1
+        while (--n_groups) {
+            weights.advance(depth);
+            rows.advance(depth);
+#pragma unroll
+            for (u32 i = 0; i < depth; i++) {
+                fn_dot_step(weights, words[i], x[i], d);
+                weights.load(i, words[i]);
+                rows.load(i, x[i]);
+            }
+        }
+#pragma unroll
+        for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);
+        weights.advance(depth);
+        rows.advance(depth);
+    }
+#pragma unroll 1
+    while (n_rest--) {
+        weights.load(0, words[0]);
+        rows.load(0, x[0]);
+        fn_dot_step(weights, words[0], x[0], d);
+        weights.advance(1);
+        rows.advance(1);
+    }
+}
+
+// Outputs 16 tile .. + 15 of weights `data` of that format (k inputs, n outputs) over inputs k0 .. k1 - 1, from
+// zero accumulators.  rows: at the row's start (this adds k0 and the lane's place).  With g = lane / 4 and
+// t = lane % 4, d[r][0], [1] are output 16 tile + g of rows 8 r + 2 t, + 1, and d[r][2], [3] are output + 8 of the
+// same rows.  Unknown formats give NaN.
+template <u32 ROW_TILES, bool PLAIN>
+FN_DEVICE void fn_weight_dot(u64 data, u32 format, u32 k, u32 n, u32 tile, u32 k0, u32 k1, FnRows<ROW_TILES> rows,
+                             float (&d)[ROW_TILES][4]) {
+    u32 n_steps = (k1 - k0) / 16u, step0 = k0 / 16u;
+#pragma unroll
+    for (u32 r = 0; r < ROW_TILES; r++) {
+        rows.at[r] += k0 + 4u * (threadIdx.x & 3u);
+#pragma unroll
+        for (int i = 0; i < 4; i++) d[r][i] = 0.f;
+    }
+#define FN_DOT(...) \
+    fn_dot_run<__VA_ARGS__, ROW_TILES>(__VA_ARGS__(data, k, n, tile, step0), rows, n_steps, d)
+#define FN_TRELLIS(w2, codebook)                    \
+    case FN_FORMAT_EXL3 | w2 << 8 | codebook << 16: \
+        FN_DOT(FnTrellis<w2, codebook>);            \
+        return;
+#define FN_WIDTHS(codebook)                                                                   \
+    FN_TRELLIS(2, codebook) FN_TRELLIS(4, codebook) FN_TRELLIS(6, codebook) FN_TRELLIS(8, codebook) \
+    FN_TRELLIS(10, codebook) FN_TRELLIS(12, codebook) FN_TRELLIS(14, codebook) FN_TRELLIS(16, codebook)
+    switch (format) {
+        FN_WIDTHS(0)
+        FN_WIDTHS(1)
+        FN_WIDTHS(2)
+        FN_TRELLIS(3, 2)
+        FN_TRELLIS(5, 2)
+        FN_TRELLIS(7, 2)
+    }
+    if constexpr (PLAIN) {
+        if (format == FN_FORMAT_F16) {
+            FN_DOT(FnPlain<false>);
+            return;
+        }
+        if (format == FN_FORMAT_BF16) {
+            FN_DOT(FnPlain<true>);
+            return;
+        }
+    }
+#undef FN_DOT
+#undef FN_TRELLIS
+#undef FN_WIDTHS
+#pragma unroll
+    for (u32 r = 0; r < ROW_TILES; r++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) d[r][i] = fn_nan();
+}
