@@ -56,7 +56,8 @@ class Generation:
     finish: "length" or "stop".  times: seconds of prompt and decode, host clock around the whole phase.
     counters: prompt_tokens, new_tokens; of graphs, in this request, those of engine.graphs.GraphCounters:
     graph_<name> (graph_replays, graph_failures, ...), head_replays, eager_rounds, eager_heads, and by path
-    rank0.<path>.<name>; of the prompt: deep_chunks, deep_rows,
+    rank0.<path>.<name>, with device_replays and device_rows as the device counted them, rows being those
+    live in its replays; of the prompt: deep_chunks, deep_rows,
     batched_rows, serial_rows and deep_refusals (MemoryReport.deep says why).  With Limits.expert_lines also
     expert_<name> of kernels.tables.COUNTERS, over all layers: distinct experts of a round that were in a line
     (hits) or not (misses), those brought in (fills, filled_bytes) over others (evictions), and those read in
@@ -418,6 +419,8 @@ class Engine(Owner):
         for path in graphs.paths:
             of_path = vars(graphs.counters_of(path)).items()
             found |= {f"rank0.{path}.{name}": n for name, n in of_path if "head" not in name}
+        for path, (replays, rows) in self.rank.device_replays().items():
+            found |= {f"rank0.{path}.device_replays": replays, f"rank0.{path}.device_rows": rows}
         return found
 
     def _own(self, sequence: Sequence) -> Sequence:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..drv.context import Context
-from ..drv.memory import DeviceArena, PinnedArena, Span, copy_async, copy_to_host
+from ..drv.memory import DeviceArena, PinnedArena, Span, copy_async, copy_to_host, fill_bytes
 from ..drv.module import Launch
 from ..drv.stream import Event, Stream
 from ..errors import ContextLost, DriverError
@@ -53,6 +53,7 @@ NEXT = "next"  # head and draws of rows that all draw, then the tables' rows bec
 STEP = "step"  # body, then next: two graphs
 _PARTS = {BODY: (BODY,), HEAD: (HEAD,), NEXT: (NEXT,), TOKEN: (BODY, HEAD), STEP: (BODY, NEXT)}
 _HEADS = (HEAD, NEXT)
+_COUNTED = (BODY, HEAD, NEXT)  # in the order of their counters on the device
 _IDENTITIES = 4096  # kept; window patterns are many
 Progress = Callable[[str, int, int], None]  # what, done, of all; bytes
 
@@ -130,6 +131,7 @@ class Rank(Owner):
         if self.ngram is not None:
             self._spans |= self.ngram.spans
         self._launches: dict[tuple[str, int, int], list[Launch]] = {}
+        self._captured: dict[tuple[str, int, int], list[Launch]] = {}
         self._identities: dict[tuple[str, int, tuple[int, ...], int], Identity] = {}
         self.graphs = undo.enter_context(
             GraphSet(
@@ -210,6 +212,8 @@ class Rank(Owner):
             self.tables.publish(self.stream)
             for launch in self.launches(STEP, bucket):
                 launch.run(self.stream)
+        self._graph_launches(BODY, 1, 0)[0].run(self.stream)
+        fill_bytes(self.stream, self.work["counts"], 0)
         self.stream.synchronize()
 
     @property
@@ -246,6 +250,7 @@ class Rank(Owner):
         """Bind all launches anew from the spans as they are.  Where an address has changed the path's graphs
         are dropped at its next round."""
         self._launches.clear()
+        self._captured.clear()
         self._identities.clear()
 
     def identity(
@@ -310,8 +315,20 @@ class Rank(Owner):
         self.graphs.ran_eagerly(path)
 
     def _graph_launches(self, path: str, bucket: int, context: int) -> list[Launch]:
-        """What a graph of this path captures; an eager round runs `launches`."""
-        return self.launches(path, bucket, context)
+        """What a graph of this path captures: `launches`, which an eager round runs, behind its counter."""
+        key = (path, bucket, context)
+        if key not in self._captured:
+            counts = self.work["counts"].sub(16 * _COUNTED.index(path), 16)
+            count = self.kernels.launch("count_replay", 1, round=self._spans["round"], counts=counts)
+            self._captured[key] = [count, *self.launches(path, bucket, context)]
+        return self._captured[key]
+
+    def device_replays(self) -> dict[str, tuple[int, int]]:
+        """By path what the device counted since the rank opened: replays of graphs, and rows that were live
+        in them.  Waits for the stream."""
+        found = np.empty((len(_COUNTED), 2), "<u8")
+        copy_to_host(self.stream, found, self.work["counts"].sub(0, found.nbytes))
+        return {path: (int(n), int(rows)) for path, (n, rows) in zip(_COUNTED, found, strict=True)}
 
     def read_draws(self) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, status), u32 of the last round's padded rows, after it is done."""

@@ -440,3 +440,23 @@ def test_twice_as_many_steps_each_visit(micro: Path, device: str, monkeypatch: p
         with Engine.open(micro, Limits(**{**FIELDS, "steps_ahead": most}), device=device) as opened:
             opened.generate([1, 2, 3], max_new_tokens=10, stop_ids=())
         assert asked == wanted
+
+
+def test_the_device_counts_what_the_host_counts(engine: Engine, alone: list[Alone]) -> None:
+    """Replays of each path by a node in its graphs; rows behind a stop are not live ones."""
+    given, wanted = GIVEN[MAIN], alone[MAIN]
+    with running(engine, True):
+        made = engine.generate(given.ids, max_new_tokens=N_NEW, sampling=given.sampling,
+                               stop_ids=[wanted.tokens[4]])
+        assert made.tokens == wanted.tokens[:5]
+        counters = made.counters
+        for path in ("body", "head", "next"):
+            assert counters[f"rank0.{path}.device_replays"] == counters[f"rank0.{path}.replays"]
+        assert counters["rank0.body.device_replays"] == 8, "prompt, 1, 2 and 4 steps"
+        assert counters["rank0.head.device_replays"] == 1
+        assert counters["rank0.next.device_rows"] == 4, "tokens drawn after the first"
+        assert counters["rank0.body.device_rows"] == len(given.ids) + 4
+    with running(engine, False):
+        counters = engine.generate(given.ids, max_new_tokens=3, stop_ids=()).counters
+        assert counters["rank0.body.device_replays"] == counters["rank0.next.device_replays"] == 0
+        assert counters["eager_rounds"] == 3
