@@ -82,8 +82,9 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("token/ple_conv", "token", _PROMPT),
         ("token/ple_tail", "token", _PROMPT))),
     *((f"cuda_src/{name}", (f"tests/contracts/test_{family}.py",), ("tests/engine/test_steps_ahead.py",))
-      for name, family in (("token/advance_rows", "token"), ("token/ahead.cuh", "token"),
-                           ("move/count_replay", "move"))),
+      for name, family in (("token/advance_rows", "token"), ("move/count_replay", "move"))),
+    ("cuda_src/token/ahead.cuh", ("tests/host/test_tables.py", "tests/host/test_catalog.py"),
+     ("tests/contracts/test_token.py",)),
     ("cuda_src/move/line_", ("tests/contracts/test_move.py",), ("tests/engine/test_experts.py", *_ENGINE)),
     ("cuda_src/moe/moe_gemv", ("tests/contracts/test_moe_gemv.py",), _ENGINE),
     ("cuda_src/moe/gemv_slot", ("tests/contracts/test_moe_gemv.py",), _ENGINE),
