@@ -39,7 +39,7 @@ from ..state.recurrent import SlotPool
 from ..state.tables import DeviceTables
 from ..state.upload import Uploader
 from ..state.weights import WeightStore
-from .deep import DeepPass, address_of
+from .deep import DEEP, DeepPass, address_of
 from .graphs import GraphSet, Identity, fingerprint_of
 from .plan import Sizer
 from .sequence import Sampling, Sequence
@@ -53,7 +53,7 @@ NEXT = "next"  # head and draws of rows that all draw, then the tables' rows bec
 STEP = "step"  # body, then next: two graphs
 _PARTS = {BODY: (BODY,), HEAD: (HEAD,), NEXT: (NEXT,), TOKEN: (BODY, HEAD), STEP: (BODY, NEXT)}
 _HEADS = (HEAD, NEXT)
-_COUNTED = (BODY, HEAD, NEXT)  # in the order of their counters on the device
+_COUNTED = (BODY, HEAD, NEXT, DEEP)  # in the order of their counters on the device
 _IDENTITIES = 4096  # kept; window patterns are many
 Progress = Callable[[str, int, int], None]  # what, done, of all; bytes
 
@@ -172,6 +172,7 @@ class Rank(Owner):
                 (self.pages, self.slots, self._work, self.experts),
                 embed_bf16=self._embed_bf16,
                 ngram_bits=self._ngram_bits,
+                counts=self._counts_of(DEEP),
                 experts=self.experts if self.layout.offloads else None,
                 ngram=self.ngram,
             )
@@ -265,10 +266,9 @@ class Rank(Owner):
             if len(self._identities) >= _IDENTITIES:
                 self._identities.clear()
             layout = self.layout
-            geometry = layout.pages
             found = self._identities[key] = Identity(
                 path, bucket, pattern, context,
-                f"{layout.n_pages}x{geometry.kv_bytes}+{geometry.index_bytes}/{layout.pages_per_sequence}",
+                layout.page_form,
                 self.experts.n_lines if layout.offloads else -1,
                 (0, 1),
                 fingerprint_of(self._graph_launches(path, bucket, context)),
@@ -318,10 +318,14 @@ class Rank(Owner):
         """What a graph of this path captures: `launches`, which an eager round runs, behind its counter."""
         key = (path, bucket, context)
         if key not in self._captured:
-            counts = self.work["counts"].sub(16 * _COUNTED.index(path), 16)
-            count = self.kernels.launch("count_replay", 1, round=self._spans["round"], counts=counts)
+            count = self.kernels.launch("count_replay", 1, round=self._spans["round"],
+                                        counts=self._counts_of(path))
             self._captured[key] = [count, *self.launches(path, bucket, context)]
         return self._captured[key]
+
+    def _counts_of(self, path: str) -> Span:
+        """What the device counts of a path: u64 replays, u64 rows."""
+        return self.work["counts"].sub(16 * _COUNTED.index(path), 16)
 
     def device_replays(self) -> dict[str, tuple[int, int]]:
         """By path what the device counted since the rank opened: replays of graphs, and rows that were live

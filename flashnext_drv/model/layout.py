@@ -265,6 +265,12 @@ class Layout:
         return self.pages_per_sequence * self.limits.sequences
 
     @property
+    def page_form(self) -> str:
+        """Number and bytes of pages, and how many a sequence has: what graphs are told apart by."""
+        sizes = f"{self.pages.kv_bytes}+{self.pages.index_bytes}"
+        return f"{self.n_pages}x{sizes}/{self.pages_per_sequence}"
+
+    @property
     def n_slots(self) -> int:
         """Slots of an expert round: the chosen experts and the shared one."""
         return self.config.n_active + 1
