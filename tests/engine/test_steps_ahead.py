@@ -178,7 +178,8 @@ def test_pages_and_caches_that_end_shorten_a_visit(
 
 def test_a_mapped_ngram_table_goes_one_token_a_visit(micro: Path, device: str, alone: list[Alone]) -> None:
     given, wanted = GIVEN[MAIN], alone[MAIN]
-    with Engine.open(micro, Limits(**{**FIELDS, "rows": 1, "prompt_rows": 1}, ngram="mapped"), device=device) as opened:
+    fields = {**FIELDS, "rows": 1, "prompt_rows": 1, "ngram": "mapped"}
+    with Engine.open(micro, Limits(**fields), device=device) as opened:
         with opened.sequence(given.sampling) as sequence:
             begin(opened, sequence, given.ids)
             assert run_ahead(opened.rank, [Ahead(sequence, 8)], 8)[0].tokens == wanted.tokens[1:2]
