@@ -81,6 +81,10 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("token/ple_gate", "token", _PROMPT),
         ("token/ple_conv", "token", _PROMPT),
         ("token/ple_tail", "token", _PROMPT))),
+    *((f"cuda_src/{name}", (f"tests/contracts/test_{family}.py",), ("tests/engine/test_steps_ahead.py",))
+      for name, family in (("token/advance_rows", "token"), ("move/count_replay", "move"))),
+    ("cuda_src/token/ahead.cuh", ("tests/host/test_tables.py", "tests/host/test_catalog.py"),
+     ("tests/contracts/test_token.py",)),
     ("cuda_src/move/line_", ("tests/contracts/test_move.py",), ("tests/engine/test_experts.py", *_ENGINE)),
     ("cuda_src/moe/moe_gemv", ("tests/contracts/test_moe_gemv.py",), _ENGINE),
     ("cuda_src/moe/gemv_slot", ("tests/contracts/test_moe_gemv.py",), _ENGINE),
@@ -130,6 +134,7 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     *((f"flashnext_drv/engine/{name}.py", _DEEP, ("tests/engine/test_ngram_order.py",
                                                   "tests/engine/test_cli.py", "tests/faults/test_sweep.py"))
       for name in ("deep", "chunk", "prefill")),
+    ("flashnext_drv/engine/decode.py", ("tests/engine/test_steps_ahead.py",), _ENGINE),
     ("flashnext_drv/engine/round.py", _ENGINE, ("tests/engine/test_ngram_mapped.py", *_WHOLE)),
     ("flashnext_drv/engine/", _ENGINE, ("tests/host/test_device_warning.py", *_WHOLE)),
     ("flashnext_drv/kernels/bind.py", ("tests/host/test_bind_values.py", "tests/drv/test_launch.py",

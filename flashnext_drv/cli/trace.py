@@ -136,8 +136,10 @@ def _write_graphs(engine: Engine, out: Path) -> list[dict[str, Any]]:
     from ..bench.graph_view import dot_of, graph_listing, svg_of
 
     found: list[dict[str, Any]] = []
-    for identity in engine.rank.graphs.identities():
-        listing = graph_listing(engine.rank.graphs.graph(identity), identity, engine.rank.spans)
+    deep = engine.rank.deep
+    sets = (engine.rank.graphs, *(() if deep is None or deep.graphs is None else (deep.graphs,)))
+    for graphs, identity in ((each, identity) for each in sets for identity in each.identities()):
+        listing = graph_listing(graphs.graph(identity), identity, engine.rank.spans)
         stem = f"graph-{listing['name']}"
         texts = {"json": json.dumps(listing, indent=1) + "\n", "dot": dot_of(listing), "svg": svg_of(listing)}
         for suffix, text in texts.items():

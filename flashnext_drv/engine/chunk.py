@@ -79,7 +79,7 @@ def _walk(rank: Rank, deep: DeepPass, runs: List[ChunkRun]) -> None:
     tables.round[0]["n_rows"] = tables.round[0]["n_runs"] = 0
     with rank.ctx.active():
         tables.publish(rank.stream)
-        deep.forward(runs, rank.observer)
+        deep.forward(runs, rank.observer, rank.use_graphs)
 
 
 def _emit(

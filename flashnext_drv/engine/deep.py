@@ -7,13 +7,18 @@ time only.
 
 Where experts are offloaded the ring (state/ring.py) brings them: a layer's expert launches then run once for
 each batch of experts, and the host waits for each layer's routing before it knows the batches.
+
+Where all are resident the walk is cut into parts, what stands before the first layer and each layer, and a
+bucket's walk is replayed part by part from its second chunk on: a shape that comes once is not worth the
+graphs.  Behind the last layer nothing is left: rows whose logits are asked for go through decode's head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -34,11 +39,16 @@ from ..state.ngram import ChunkRows, NgramRows
 from ..state.ring import Ring, Turn
 from ..state.tables import DeviceTables
 from ..state.weights import WeightStore
+from .graphs import GraphSet, Identity, fingerprint_of
 
-__all__ = ["DeepPass", "address_of"]
+__all__ = ["DEEP", "DeepPass", "address_of"]
+
+DEEP = "deep"  # the device counter of all graphs of this pass; their paths are deep.embed, deep.L0, ...
+_MOST_GRAPHS = 4096  # of Limits.graphs
 
 PLANNED = "moe_plan_scan"  # its launch says which experts a layer uses
 SENT = "line_fill"  # its launch sends the ring's tables; the batches' launches follow
+GATHERED = "ngram_rows"  # its launch reads a mapped table's rows
 BATCHED = ("moe_deep_input", "moe_deep_gu", "moe_deep_down")
 Observer = Callable[[Launch], None]
 
@@ -67,11 +77,25 @@ class _Layer:
     batched: tuple[_Batched, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A layer's launches, or those before the first layer.  captured: what its graph holds, the launches
+    behind the counter.  gathers: whether they read the rows of a mapped n-gram table."""
+
+    identity: Identity
+    launches: Sequence[Launch]
+    captured: Sequence[Launch]
+    gathers: bool
+
+
 class DeepPass(Owner):
-    """Owns the buffers of the deep pass, and its ring.  spans: of a rank, by name; holds: what its launches
-    use.  experts: the store of offloaded experts, None where all are resident.
+    """Owns the buffers of the deep pass, its ring and its graphs.  spans: of a rank, by name; holds: what its
+    launches use.  counts: of the path DEEP, 16 bytes.  experts: the store of offloaded experts, None where
+    all are resident.
     ring: None where all experts are resident.  ngram: rows of a mapped table, gathered before `forward`, or
-    None: the table is pinned.
+    None: the table is pinned.  graphs: None with a ring: the host takes part in each layer.  They hold what
+    they captured and are closed before the buffers; their failures switch off none of decode's.
+    Limits.graphs counts whole walks of them.
 
     All launches are bound here, and the first of every kernel is made, on no rows: the driver loads it now,
     not in a request.
@@ -91,6 +115,7 @@ class DeepPass(Owner):
         *,
         embed_bf16: bool,
         ngram_bits: Mapping[int, int],
+        counts: Span,
         experts: ExpertStore | None = None,
         ngram: NgramRows | None = None,
     ) -> None:
@@ -100,7 +125,10 @@ class DeepPass(Owner):
         self._forms = (embed_bf16, dict(ngram_bits))
         self._launches: dict[int, list[Launch]] = {}
         self._layers: dict[int, list[_Layer]] = {}
+        self._parts: dict[int, list[_Part]] = {}
+        self._came: set[int] = set()  # buckets of which a chunk could have been replayed
         self.ring: Ring | None = None
+        self.graphs: GraphSet | None = None
         self.ngram: ChunkRows | None = None
         with Undo() as undo:
             guard = ctx.facts.is_simulator
@@ -112,6 +140,15 @@ class DeepPass(Owner):
             if ngram is not None:
                 self.ngram = undo.enter_context(ngram.chunk(ctx, deep.rows))
                 self._spans |= self.ngram.spans
+            self._count = kernels.launch("count_replay", 1, round=self._spans["round"], counts=counts)
+            if self.ring is None:
+                owners = (self.buffers, *(() if self.ngram is None else (self.ngram,)))
+                limits = deep.layout.limits
+                most = min(limits.graphs * self.n_parts, _MOST_GRAPHS)
+                captured = (kernels, tables, weights, *holds, *owners)
+                self.graphs = undo.enter_context(
+                    GraphSet(ctx, captured, replace(limits, graphs=most), (), "deep.graphs")
+                )
             self._warm()
             self._undo = undo.pop_all()
 
@@ -129,6 +166,11 @@ class DeepPass(Owner):
         """Of the rank and of this pass, by the names of model/deep_steps.py."""
         return self._spans
 
+    @property
+    def n_parts(self) -> int:
+        """Graphs of a chunk: what stands before the first layer, and every layer."""
+        return 1 + self.layout.layout.config.n_layers
+
     def steps(self, rows: int) -> list[Step]:
         """The walk of a chunk for grids of `rows` rows as plain data, in the order of `launches`."""
         return deep_steps(self.layout, rows, *self._forms)
@@ -138,34 +180,63 @@ class DeepPass(Owner):
         if rows not in self._launches:
             steps = self.steps(rows)
             launches = self._launches[rows] = [self._bind(step) for step in steps]
-            if self.ring is not None:
+            if self.ring is None:
+                self._parts[rows] = list(self._cut_parts(rows, steps, launches))
+            else:
                 self._layers[rows] = list(self._cut(rows, launches))
         return self._launches[rows]
 
-    def forward(self, runs: Sequence[ChunkRun], observer: Observer | None = None) -> None:
+    def forward(
+        self, runs: Sequence[ChunkRun], observer: Observer | None = None, use_graphs: bool = False
+    ) -> None:
         """Publish the chunk's rows and launch its walk on the compute stream; returns before it is done.
 
-        observer: called after every launch, with the launch done.  Slots and pages must be published.
+        observer: called after every launch, with the launch done.  use_graphs: replay what there is a graph
+        of, or one can be made; never with an observer.  Slots and pages must be published.
         """
         n_rows = sum(run.n_rows for run in runs)
         bucket = self.layout.bucket(n_rows)
         launches = self.launches(bucket)
         with self._ctx.active():
             self.buffers.publish(self._stream, runs, bucket)
-            if self.ring is None:
-                self._give(launches, observer)
-                return
-            try:
-                self.ring.begin(n_rows)
-                self._stream_experts(self.ring, launches, self._layers[bucket], observer)
-            except BaseException:
-                self.ring.drop()
-                raise
+            if self.graphs is not None:
+                self._give_parts(self.graphs, bucket, observer, use_graphs)
+            elif self.ring is not None:
+                try:
+                    self.ring.begin(n_rows)
+                    self._stream_experts(self.ring, launches, self._layers[bucket], observer)
+                except BaseException:
+                    self.ring.drop()
+                    raise
+
+    def _give_parts(
+        self, graphs: GraphSet, bucket: int, observer: Observer | None, use_graphs: bool
+    ) -> None:
+        """The walk where all experts are resident: each part by its graph, else launch by launch."""
+        replays = use_graphs and observer is None and self._repeats(graphs, bucket)
+        for part in self._parts[bucket]:
+            if replays and graphs.replay(part.identity, part.captured, self._stream):
+                if self.ngram is not None and part.gathers:
+                    self.ngram.release(self._stream)
+                continue
+            self._give(part.launches, observer)
+            graphs.ran_eagerly(part.identity.path)
+
+    def _repeats(self, graphs: GraphSet, bucket: int) -> bool:
+        """Whether graphs of this bucket are wanted.  Not for its first chunk; nor where memory ran so low
+        that not even one walk is kept: each part would push out the next one."""
+        if graphs.cap < self.n_parts:
+            for identity in graphs.identities():
+                graphs.drop(identity.path, self._stream)
+            return False
+        came = bucket in self._came
+        self._came.add(bucket)
+        return came
 
     def _give(self, launches: Sequence[Launch], observer: Observer | None) -> None:
         for launch in launches:
             launch.run(self._stream)
-            if self.ngram is not None and launch.name == "ngram_rows":
+            if self.ngram is not None and launch.name == GATHERED:
                 self.ngram.release(self._stream)
             if observer is not None:
                 self._stream.synchronize()
@@ -189,6 +260,18 @@ class DeepPass(Owner):
                         observer(batched.launch)
             start = layer.sent + 1 + len(layer.batched)
         self._give(launches[start:], observer)
+
+    def _cut_parts(
+        self, rows: int, steps: Sequence[Step], launches: Sequence[Launch]
+    ) -> Iterator[_Part]:
+        """Cut a walk where a layer begins."""
+        layout = self.layout.layout
+        for stem, part in groupby(zip(steps, launches, strict=True), lambda each: _stem_of(each[0])):
+            own = [launch for _, launch in part]
+            captured = [self._count, *own]
+            identity = Identity(f"{DEEP}.{stem}", rows, (), layout.limits.context_tokens, layout.page_form,
+                                -1, (0, 1), fingerprint_of(captured))
+            yield _Part(identity, own, captured, any(each.name == GATHERED for each in own))
 
     def _cut(self, rows: int, launches: Sequence[Launch]) -> Iterator[_Layer]:
         """Find each layer's expert launches in a walk."""
@@ -231,7 +314,14 @@ class DeepPass(Owner):
     def _release(self) -> None:
         self._launches.clear()
         self._layers.clear()
+        self._parts.clear()
         self._undo.close()
+
+
+def _stem_of(step: Step) -> str:
+    """ "L3" of a layer's step; "embed" of those before the first layer."""
+    stem = step.scope.partition(".")[0]
+    return stem if stem[:1] == "L" else "embed"
 
 
 def address_of(spans: Mapping[str, Span], name: str) -> Span | int:

@@ -34,6 +34,8 @@ from ..model.source import open_pack
 from ..state.export import read_state
 from ..state.residency import COUNTERS as RING_COUNTERS
 from .decode import Ahead, decode
+from .deep import DEEP
+from .graphs import GraphCounters
 from .prefill import Prefill, Prompt, PromptCounters, check_prefill, run_prompts
 from .rank import Progress, Rank
 from .sequence import Sampling, Sequence, checked_ids
@@ -56,12 +58,14 @@ class Generation:
     finish: "length" or "stop".  times: seconds of prompt and decode, host clock around the whole phase.
     counters: prompt_tokens, new_tokens; of graphs, in this request, those of engine.graphs.GraphCounters:
     graph_<name> (graph_replays, graph_failures, ...), head_replays, eager_rounds, eager_heads, and by path
-    rank0.<path>.<name>; of the prompt: deep_chunks, deep_rows,
-    batched_rows, serial_rows and deep_refusals (MemoryReport.deep says why).  With Limits.expert_lines also
-    expert_<name> of kernels.tables.COUNTERS, over all layers: distinct experts of a round that were in a line
-    (hits) or not (misses), those brought in (fills, filled_bytes) over others (evictions), and those read in
-    host memory (in_place; reads and read_bytes by row); ring_<name> of state.residency.COUNTERS for the deep
-    pass; and link_bytes, which crossed the link for either.
+    rank0.<path>.<name>, with device_replays and device_rows as the device counted them, rows being those
+    live in its replays; deep_graph_<name> and deep_eager_parts of the deep pass's graphs, of which a chunk
+    has one for what stands before the first layer and one for each layer; of the prompt: deep_chunks,
+    deep_rows, batched_rows, serial_rows and deep_refusals (MemoryReport.deep says why).  With
+    Limits.expert_lines also expert_<name> of kernels.tables.COUNTERS, over all layers: distinct experts of
+    a round that were in a line (hits) or not (misses), those brought in (fills, filled_bytes) over others
+    (evictions), and those read in host memory (in_place; reads and read_bytes by row); ring_<name> of
+    state.residency.COUNTERS for the deep pass; and link_bytes, which crossed the link for either.
     """
 
     tokens: list[int]
@@ -81,7 +85,8 @@ class MemoryReport:
     unexplained: what the driver lost since then and no entry explains.
     graphs: since the engine was opened: kept of at most cap executables, their bytes (also sizes, by
     identity), pending on the thread, counters by path, and which are off, with the reason.
-    deep: of the deep prompt pass: rows it takes (0: there is none), chunk, refused (why), bytes by span.
+    deep: of the deep prompt pass: rows it takes (0: there is none), chunk, refused (why), bytes by span, and
+    its graphs as above, with sums of the counters.
     experts: with Limits.expert_lines: lines asked for (requested) and given (lines) a layer, ring_bytes, and
     in layers the counters of each since the engine was opened; else empty.
     """
@@ -343,6 +348,7 @@ class Engine(Owner):
         self.require_open()
         ctx, graphs = self.rank.ctx, self.rank.graphs
         free, deep = ctx.free_bytes(), self.rank.deep
+        of_deep = None if deep is None or deep.graphs is None else deep.graphs.report()
         return MemoryReport(
             self.ledger.table(),
             ctx.facts.total_bytes,
@@ -355,6 +361,7 @@ class Engine(Owner):
                 "chunk": self.rank.chunk,
                 "refused": self.rank.deep_refused,
                 "spans": {} if deep is None else deep.layout.span_bytes(),
+                "graphs": of_deep or {},
             },
             self._experts(),
         )
@@ -418,6 +425,13 @@ class Engine(Owner):
         for path in graphs.paths:
             of_path = vars(graphs.counters_of(path)).items()
             found |= {f"rank0.{path}.{name}": n for name, n in of_path if "head" not in name}
+        deep = self.rank.deep
+        of_deep = GraphCounters() if deep is None or deep.graphs is None else deep.graphs.counters
+        for name in (each for each in vars(of_deep) if "head" not in each):
+            total_name = "deep_eager_parts" if name == "eager_rounds" else f"deep_graph_{name}"
+            found[total_name] = found[f"rank0.{DEEP}.{name}"] = getattr(of_deep, name)
+        for path, (replays, rows) in self.rank.device_replays().items():
+            found |= {f"rank0.{path}.device_replays": replays, f"rank0.{path}.device_rows": rows}
         return found
 
     def _own(self, sequence: Sequence) -> Sequence:

@@ -1,10 +1,10 @@
 """Executable graphs of a rank by identity: which are kept, which are made, and what that did.
 
-Owned by engine/rank.py.  An identity names everything that a captured launch depends on and that is not in
-device tables: path, rows, window pattern, reach of the attention grids, geometries, and the arguments
-themselves by a fingerprint.  What must stay true: capturing has no side effect on state; an executable is
-closed before anything it captured, and one still being made on the thread is joined first; a replay happens
-only under the identity it was captured for.
+Owned by engine/rank.py, and for chunks by engine/deep.py.  An identity names everything that a captured
+launch depends on and that is not in device tables: path, rows, window pattern, reach of the attention grids,
+geometries, and the arguments themselves by a fingerprint.  What must stay true: capturing has no side effect
+on state; an executable is closed before anything it captured, and one still being made on the thread is
+joined first; a replay happens only under the identity it was captured for.
 
     sighting  kept?  -> replay
               off, or not seen often enough, or being made on the thread  -> the round runs eagerly
@@ -135,9 +135,10 @@ class GraphSet(Owner):
     """
 
     def __init__(
-        self, ctx: Context, captured: tuple[Owner, ...], limits: Limits, heads: tuple[str, ...] = ("head",)
+        self, ctx: Context, captured: tuple[Owner, ...], limits: Limits, heads: tuple[str, ...] = ("head",),
+        name: str = "graphs",
     ) -> None:
-        super().__init__("graphs", holds=(ctx, *captured))
+        super().__init__(name, holds=(ctx, *captured))
         self._ctx = ctx
         self._captured = captured
         self._heads = heads
@@ -231,6 +232,7 @@ class GraphSet(Owner):
             "pending": self.n_pending,
             "bytes": sum(self.device_bytes.values()),
             "sizes": sizes,
+            "counters": dict(vars(self.counters)),
             "paths": {path: dict(vars(counters)) for path, counters in self._paths.items()},
             "off": {str(identity): why for identity, why in self.off.items()},
             "all_off": self.all_off,

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..drv.context import Context
-from ..drv.memory import DeviceArena, PinnedArena, Span, copy_async, copy_to_host
+from ..drv.memory import DeviceArena, PinnedArena, Span, copy_async, copy_to_host, fill_bytes
 from ..drv.module import Launch
 from ..drv.stream import Event, Stream
 from ..errors import ContextLost, DriverError
@@ -39,7 +39,7 @@ from ..state.recurrent import SlotPool
 from ..state.tables import DeviceTables
 from ..state.upload import Uploader
 from ..state.weights import WeightStore
-from .deep import DeepPass, address_of
+from .deep import DEEP, DeepPass, address_of
 from .graphs import GraphSet, Identity, fingerprint_of
 from .plan import Sizer
 from .sequence import Sampling, Sequence
@@ -53,6 +53,7 @@ NEXT = "next"  # head and draws of rows that all draw, then the tables' rows bec
 STEP = "step"  # body, then next: two graphs
 _PARTS = {BODY: (BODY,), HEAD: (HEAD,), NEXT: (NEXT,), TOKEN: (BODY, HEAD), STEP: (BODY, NEXT)}
 _HEADS = (HEAD, NEXT)
+_COUNTED = (BODY, HEAD, NEXT, DEEP)  # in the order of their counters on the device
 _IDENTITIES = 4096  # kept; window patterns are many
 Progress = Callable[[str, int, int], None]  # what, done, of all; bytes
 
@@ -131,6 +132,7 @@ class Rank(Owner):
         if self.ngram is not None:
             self._spans |= self.ngram.spans
         self._launches: dict[tuple[str, int, int], list[Launch]] = {}
+        self._captured: dict[tuple[str, int, int], list[Launch]] = {}
         self._identities: dict[tuple[str, int, tuple[int, ...], int], Identity] = {}
         self.graphs = undo.enter_context(
             GraphSet(
@@ -171,6 +173,7 @@ class Rank(Owner):
                 (self.pages, self.slots, self._work, self.experts),
                 embed_bf16=self._embed_bf16,
                 ngram_bits=self._ngram_bits,
+                counts=self._counts_of(DEEP),
                 experts=self.experts if self.layout.offloads else None,
                 ngram=self.ngram,
             )
@@ -211,6 +214,8 @@ class Rank(Owner):
             self.tables.publish(self.stream)
             for launch in self.launches(STEP, bucket):
                 launch.run(self.stream)
+        self._graph_launches(BODY, 1, 0)[0].run(self.stream)
+        fill_bytes(self.stream, self.work["counts"], 0)
         self.stream.synchronize()
 
     @property
@@ -267,6 +272,7 @@ class Rank(Owner):
         """Bind all launches anew from the spans as they are.  Where an address has changed the path's graphs
         are dropped at its next round."""
         self._launches.clear()
+        self._captured.clear()
         self._identities.clear()
 
     def identity(
@@ -281,10 +287,9 @@ class Rank(Owner):
             if len(self._identities) >= _IDENTITIES:
                 self._identities.clear()
             layout = self.layout
-            geometry = layout.pages
             found = self._identities[key] = Identity(
                 path, bucket, pattern, context,
-                f"{layout.n_pages}x{geometry.kv_bytes}+{geometry.index_bytes}/{layout.pages_per_sequence}",
+                layout.page_form,
                 self.experts.n_lines if layout.offloads else -1,
                 (0, 1),
                 fingerprint_of(self._graph_launches(path, bucket, context)),
@@ -331,8 +336,24 @@ class Rank(Owner):
         self.graphs.ran_eagerly(path)
 
     def _graph_launches(self, path: str, bucket: int, context: int) -> list[Launch]:
-        """What a graph of this path captures; an eager round runs `launches`."""
-        return self.launches(path, bucket, context)
+        """What a graph of this path captures: `launches`, which an eager round runs, behind its counter."""
+        key = (path, bucket, context)
+        if key not in self._captured:
+            count = self.kernels.launch("count_replay", 1, round=self._spans["round"],
+                                        counts=self._counts_of(path))
+            self._captured[key] = [count, *self.launches(path, bucket, context)]
+        return self._captured[key]
+
+    def _counts_of(self, path: str) -> Span:
+        """What the device counts of a path: u64 replays, u64 rows."""
+        return self.work["counts"].sub(16 * _COUNTED.index(path), 16)
+
+    def device_replays(self) -> dict[str, tuple[int, int]]:
+        """By path what the device counted since the rank opened: replays of graphs, and rows that were live
+        in them.  Waits for the stream."""
+        found = np.empty((len(_COUNTED), 2), "<u8")
+        copy_to_host(self.stream, found, self.work["counts"].sub(0, found.nbytes))
+        return {path: (int(n), int(rows)) for path, (n, rows) in zip(_COUNTED, found, strict=True)}
 
     def read_draws(self) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, status), u32 of the last round's padded rows, after it is done."""

@@ -20,6 +20,7 @@ from .linears import Group, model_groups
 __all__ = [
     "BUCKETS",
     "CONTEXT_BUCKET",
+    "COUNTED_PATHS",
     "DEEP_MODES",
     "MAX_CHUNK",
     "MAX_LINES",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 BUCKETS = (1, 2, 4, 8, 16)
+COUNTED_PATHS = 8  # kinds of graphs whose replays the device may count apart
 CONTEXT_BUCKET = 2048  # tokens that the attention grids of the smallest round reach
 MAX_CHUNK = 16384
 DEEP_MODES = ("open", "request", "off")
@@ -263,6 +265,12 @@ class Layout:
         return self.pages_per_sequence * self.limits.sequences
 
     @property
+    def page_form(self) -> str:
+        """Number and bytes of pages, and how many a sequence has: what graphs are told apart by."""
+        sizes = f"{self.pages.kv_bytes}+{self.pages.index_bytes}"
+        return f"{self.n_pages}x{sizes}/{self.pages_per_sequence}"
+
+    @property
     def n_slots(self) -> int:
         """Slots of an expert round: the chosen experts and the shared one."""
         return self.config.n_active + 1
@@ -391,6 +399,7 @@ class Layout:
             "status": 4,
         }
         work = {name: rows * size for name, size in sizes.items()}
+        work["counts"] = 16 * COUNTED_PATHS
         if self.offloads:  # distinct experts of a round's rows
             work["fills"] = max(min(rows * c.n_active, self.lines_cap), 1) * t.FILL.itemsize
         if self.limits.ngram == "mapped":  # no row is wider than plain ones

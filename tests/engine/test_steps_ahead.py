@@ -114,6 +114,118 @@ def follow(engine: Engine, sequence: Sequence, alone: Alone, n_done: int, steps:
         sequence.extend(drawn.tokens[-1:])
 
 
+def test_what_cannot_go_ahead_is_refused(engine: Engine) -> None:
+    rank = engine.rank
+    with ExitStack() as stack:
+        live = [stack.enter_context(engine.sequence()) for _ in range(2)]
+        begin(engine, live[0], (1, 2, 3))
+        live[1].extend([1, 2])
+        before = state_of(engine, live[0])
+        for asked, steps in (([Ahead(live[0], 4)], 0), ([Ahead(live[0], 4)], 9), ([Ahead(live[0], 0)], 2),
+                             ([Ahead(live[1], 4)], 2), ([], 2), ([Ahead(live[0], 4)] * 2, 2),
+                             ([Ahead(live[0], 4)] * 17, 2)):
+            with pytest.raises(UsageError):
+                run_ahead(rank, asked, steps)
+        assert state_of(engine, live[0]) == before and live[0].n_pending == 1
+        with pytest.raises(UsageError):
+            Limits(steps_ahead=0)
+
+
+def test_more_stop_ids_than_the_tables_hold(engine: Engine, alone: list[Alone]) -> None:
+    given, wanted = GIVEN[MAIN], alone[MAIN]
+    stop = wanted.tokens[6]
+    others = [i for i in range(512) if i not in wanted.tokens][:12]
+    with engine.sequence(given.sampling) as sequence:
+        begin(engine, sequence, given.ids)
+        twelve = Ahead(sequence, 8, frozenset(others[:11]) | {stop})
+        assert run_ahead(engine.rank, [twelve], 4)[0].tokens == wanted.tokens[1:5]
+        sequence.extend(wanted.tokens[4:5])
+        thirteen = Ahead(sequence, 8, frozenset(others) | {stop})
+        assert run_ahead(engine.rank, [thirteen], 8)[0].tokens == wanted.tokens[5:6], "one token a visit"
+        sequence.extend(wanted.tokens[5:6])
+        assert list(decode(engine.rank, thirteen)) == [stop]
+
+
+def test_pages_and_caches_that_end_shorten_a_visit(
+    engine: Engine, alone: list[Alone], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, wanted, pages = GIVEN[MAIN], alone[MAIN], engine.rank.pages
+    reserve = pages.reserve
+
+    def scarce(i_slot: int, n_tokens: int) -> None:
+        if n_tokens > len(given.ids) + 5:
+            raise CapacityError("no pages are left for this sequence", needed_tokens=n_tokens)
+        reserve(i_slot, n_tokens)
+
+    with engine.sequence(given.sampling) as sequence:
+        begin(engine, sequence, given.ids)
+        monkeypatch.setattr(pages, "reserve", scarce)
+        assert run_ahead(engine.rank, [Ahead(sequence, 8)], 8)[0].tokens == wanted.tokens[1:6]
+        sequence.extend(wanted.tokens[5:6])
+        with pytest.raises(CapacityError):
+            run_ahead(engine.rank, [Ahead(sequence, 8)], 8)
+        monkeypatch.undo()
+        follow(engine, sequence, wanted, 6, 8)
+    with engine.sequence(given.sampling) as sequence:
+        sequence.capacity = len(given.ids) + 4
+        begin(engine, sequence, given.ids)
+        got = []
+        with pytest.raises(CapacityError, match="do not fit the sequence's cache"):
+            got += list(decode(engine.rank, Ahead(sequence, 8)))
+        assert sequence.position == sequence.capacity
+        assert sequence.ids[len(given.ids) :] == wanted.tokens[:4]
+
+
+def test_a_mapped_ngram_table_goes_one_token_a_visit(micro: Path, device: str, alone: list[Alone]) -> None:
+    given, wanted = GIVEN[MAIN], alone[MAIN]
+    fields = {**FIELDS, "rows": 1, "prompt_rows": 1, "ngram": "mapped"}
+    with Engine.open(micro, Limits(**fields), device=device) as opened:
+        with opened.sequence(given.sampling) as sequence:
+            begin(opened, sequence, given.ids)
+            assert run_ahead(opened.rank, [Ahead(sequence, 8)], 8)[0].tokens == wanted.tokens[1:2]
+            assert state_of(opened, sequence) == wanted.states[0]
+        made = opened.generate(given.ids, max_new_tokens=N_NEW, sampling=given.sampling, stop_ids=())
+        assert made.tokens == wanted.tokens
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("i_bad", [1, 6])
+def test_a_nan_ends_its_own_row_at_its_place(
+    micro: Path, device: str, alone: list[Alone], i_bad: int, graph: bool
+) -> None:
+    """The embedding of the i_bad-th token drawn is NaN: the row after it draws from NaNs."""
+    given, wanted = GIVEN[MAIN], alone[MAIN]
+    bad = wanted.tokens[i_bad]
+    mate = next(i for i in (3, 1) if bad not in (*alone[i].tokens[:9], *GIVEN[i].ids))
+    assert bad not in (*wanted.tokens[:i_bad], *given.ids), "choose another seed"
+    errors = []
+    for steps in (1, 8):
+        with Engine.open(micro, Limits(**FIELDS, graph=graph), device=device) as opened, ExitStack() as stack:
+            row_bytes = 2 * opened.config.hidden
+            at = opened.rank.weights.spans["embed"].address + bad * row_bytes
+            copy_to_device(opened.rank.stream, at, np.full(row_bytes, 0xFF, np.uint8))
+            live = [stack.enter_context(opened.sequence(each.sampling)) for each in (given, GIVEN[mate])]
+            begin(opened, live[0], given.ids)
+            begin(opened, live[1], GIVEN[mate].ids)
+            drawn = run_ahead(opened.rank, [Ahead(live[0], 8), Ahead(live[1], 8)], steps)
+            done = [one.tokens for one in drawn]
+            while drawn[0].error is None:
+                live[0].extend(drawn[0].tokens[-1:])
+                drawn = run_ahead(opened.rank, [Ahead(live[0], 8)], steps)
+                done[0] += drawn[0].tokens
+            assert done[0] == wanted.tokens[1 : i_bad + 1]
+            assert done[1] == alone[mate].tokens[1 : 1 + len(done[1])] and len(done[1]) == steps
+            assert not live[0].failed and live[0].position == len(given.ids) + i_bad + 1
+            errors.append((str(drawn[0].error), state_of(opened, live[0])))
+            with pytest.raises(ContractError, match="a logit is NaN"):
+                list(decode(opened.rank, Ahead(again(opened, stack, given), 8)))
+            follow_from = len(done[1]) + 1
+            live[1].extend(done[1][-1:])
+            if bad not in alone[mate].tokens:
+                follow(opened, live[1], alone[mate], follow_from, 8)
+    assert errors[0] == errors[1] and f"position={len(given.ids) + i_bad}" in errors[0][0]
+
+
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("i_given", [0, 1])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 8])
@@ -214,44 +326,6 @@ def test_nothing_else_on_the_device_differs(micro: Path, device: str, graph: boo
     assert found[0][1] == found[1][1]
 
 
-@pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("i_bad", [1, 6])
-def test_a_nan_ends_its_own_row_at_its_place(
-    micro: Path, device: str, alone: list[Alone], i_bad: int, graph: bool
-) -> None:
-    """The embedding of the i_bad-th token drawn is NaN: the row after it draws from NaNs."""
-    given, wanted = GIVEN[MAIN], alone[MAIN]
-    bad = wanted.tokens[i_bad]
-    mate = next(i for i in (3, 1) if bad not in (*alone[i].tokens[:9], *GIVEN[i].ids))
-    assert bad not in (*wanted.tokens[:i_bad], *given.ids), "choose another seed"
-    errors = []
-    for steps in (1, 8):
-        with Engine.open(micro, Limits(**FIELDS, graph=graph), device=device) as opened, ExitStack() as stack:
-            row_bytes = 2 * opened.config.hidden
-            at = opened.rank.weights.spans["embed"].address + bad * row_bytes
-            copy_to_device(opened.rank.stream, at, np.full(row_bytes, 0xFF, np.uint8))
-            live = [stack.enter_context(opened.sequence(each.sampling)) for each in (given, GIVEN[mate])]
-            begin(opened, live[0], given.ids)
-            begin(opened, live[1], GIVEN[mate].ids)
-            drawn = run_ahead(opened.rank, [Ahead(live[0], 8), Ahead(live[1], 8)], steps)
-            done = [one.tokens for one in drawn]
-            while drawn[0].error is None:
-                live[0].extend(drawn[0].tokens[-1:])
-                drawn = run_ahead(opened.rank, [Ahead(live[0], 8)], steps)
-                done[0] += drawn[0].tokens
-            assert done[0] == wanted.tokens[1 : i_bad + 1]
-            assert done[1] == alone[mate].tokens[1 : 1 + len(done[1])] and len(done[1]) == steps
-            assert not live[0].failed and live[0].position == len(given.ids) + i_bad + 1
-            errors.append((str(drawn[0].error), state_of(opened, live[0])))
-            with pytest.raises(ContractError, match="a logit is NaN"):
-                list(decode(opened.rank, Ahead(again(opened, stack, given), 8)))
-            follow_from = len(done[1]) + 1
-            live[1].extend(done[1][-1:])
-            if bad not in alone[mate].tokens:
-                follow(opened, live[1], alone[mate], follow_from, 8)
-    assert errors[0] == errors[1] and f"position={len(given.ids) + i_bad}" in errors[0][0]
-
-
 def again(engine: Engine, stack: ExitStack, given: Given) -> Sequence:
     sequence = stack.enter_context(engine.sequence(given.sampling))
     begin(engine, sequence, given.ids)
@@ -281,21 +355,6 @@ def test_generate_stops_and_counts_as_with_one_step(
             wanted.tokens[:3])
 
 
-def test_more_stop_ids_than_the_tables_hold(engine: Engine, alone: list[Alone]) -> None:
-    given, wanted = GIVEN[MAIN], alone[MAIN]
-    stop = wanted.tokens[6]
-    others = [i for i in range(512) if i not in wanted.tokens][:12]
-    with engine.sequence(given.sampling) as sequence:
-        begin(engine, sequence, given.ids)
-        twelve = Ahead(sequence, 8, frozenset(others[:11]) | {stop})
-        assert run_ahead(engine.rank, [twelve], 4)[0].tokens == wanted.tokens[1:5]
-        sequence.extend(wanted.tokens[4:5])
-        thirteen = Ahead(sequence, 8, frozenset(others) | {stop})
-        assert run_ahead(engine.rank, [thirteen], 8)[0].tokens == wanted.tokens[5:6], "one token a visit"
-        sequence.extend(wanted.tokens[5:6])
-        assert list(decode(engine.rank, thirteen)) == [stop]
-
-
 def test_the_host_waits_once_a_visit(engine: Engine) -> None:
     given = GIVEN[MAIN]
     with running(engine, True), engine.sequence(given.sampling) as sequence:
@@ -311,64 +370,6 @@ def test_the_host_waits_once_a_visit(engine: Engine) -> None:
         first = calls.names.index("cuGraphLaunch")
         assert not any("Synchronize" in name for name in calls.names[first:last])
         assert "cuLaunchKernel" not in calls.names
-
-
-def test_pages_and_caches_that_end_shorten_a_visit(
-    engine: Engine, alone: list[Alone], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given, wanted, pages = GIVEN[MAIN], alone[MAIN], engine.rank.pages
-    reserve = pages.reserve
-
-    def scarce(i_slot: int, n_tokens: int) -> None:
-        if n_tokens > len(given.ids) + 5:
-            raise CapacityError("no pages are left for this sequence", needed_tokens=n_tokens)
-        reserve(i_slot, n_tokens)
-
-    with engine.sequence(given.sampling) as sequence:
-        begin(engine, sequence, given.ids)
-        monkeypatch.setattr(pages, "reserve", scarce)
-        assert run_ahead(engine.rank, [Ahead(sequence, 8)], 8)[0].tokens == wanted.tokens[1:6]
-        sequence.extend(wanted.tokens[5:6])
-        with pytest.raises(CapacityError):
-            run_ahead(engine.rank, [Ahead(sequence, 8)], 8)
-        monkeypatch.undo()
-        follow(engine, sequence, wanted, 6, 8)
-    with engine.sequence(given.sampling) as sequence:
-        sequence.capacity = len(given.ids) + 4
-        begin(engine, sequence, given.ids)
-        got = []
-        with pytest.raises(CapacityError, match="do not fit the sequence's cache"):
-            got += list(decode(engine.rank, Ahead(sequence, 8)))
-        assert sequence.position == sequence.capacity
-        assert sequence.ids[len(given.ids) :] == wanted.tokens[:4]
-
-
-def test_what_cannot_go_ahead_is_refused(engine: Engine) -> None:
-    rank = engine.rank
-    with ExitStack() as stack:
-        live = [stack.enter_context(engine.sequence()) for _ in range(2)]
-        begin(engine, live[0], (1, 2, 3))
-        live[1].extend([1, 2])
-        before = state_of(engine, live[0])
-        for asked, steps in (([Ahead(live[0], 4)], 0), ([Ahead(live[0], 4)], 9), ([Ahead(live[0], 0)], 2),
-                             ([Ahead(live[1], 4)], 2), ([], 2), ([Ahead(live[0], 4)] * 2, 2),
-                             ([Ahead(live[0], 4)] * 17, 2)):
-            with pytest.raises(UsageError):
-                run_ahead(rank, asked, steps)
-        assert state_of(engine, live[0]) == before and live[0].n_pending == 1
-        with pytest.raises(UsageError):
-            Limits(steps_ahead=0)
-
-
-def test_a_mapped_ngram_table_goes_one_token_a_visit(micro: Path, device: str, alone: list[Alone]) -> None:
-    given, wanted = GIVEN[MAIN], alone[MAIN]
-    with Engine.open(micro, Limits(**FIELDS, ngram="mapped"), device=device) as opened:
-        with opened.sequence(given.sampling) as sequence:
-            begin(opened, sequence, given.ids)
-            assert run_ahead(opened.rank, [Ahead(sequence, 8)], 8)[0].tokens == wanted.tokens[1:2]
-            assert state_of(opened, sequence) == wanted.states[0]
-        made = opened.generate(given.ids, max_new_tokens=N_NEW, sampling=given.sampling, stop_ids=())
-        assert made.tokens == wanted.tokens
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -440,3 +441,23 @@ def test_twice_as_many_steps_each_visit(micro: Path, device: str, monkeypatch: p
         with Engine.open(micro, Limits(**{**FIELDS, "steps_ahead": most}), device=device) as opened:
             opened.generate([1, 2, 3], max_new_tokens=10, stop_ids=())
         assert asked == wanted
+
+
+def test_the_device_counts_what_the_host_counts(engine: Engine, alone: list[Alone]) -> None:
+    """Replays of each path by a node in its graphs; rows behind a stop are not live ones."""
+    given, wanted = GIVEN[MAIN], alone[MAIN]
+    with running(engine, True):
+        made = engine.generate(given.ids, max_new_tokens=N_NEW, sampling=given.sampling,
+                               stop_ids=[wanted.tokens[4]])
+        assert made.tokens == wanted.tokens[:5]
+        counters = made.counters
+        for path in ("body", "head", "next"):
+            assert counters[f"rank0.{path}.device_replays"] == counters[f"rank0.{path}.replays"]
+        assert counters["rank0.body.device_replays"] == 8, "prompt, 1, 2 and 4 steps"
+        assert counters["rank0.head.device_replays"] == 1
+        assert counters["rank0.next.device_rows"] == 4, "tokens drawn after the first"
+        assert counters["rank0.body.device_rows"] == len(given.ids) + 4
+    with running(engine, False):
+        counters = engine.generate(given.ids, max_new_tokens=3, stop_ids=()).counters
+        assert counters["rank0.body.device_replays"] == counters["rank0.next.device_replays"] == 0
+        assert counters["eager_rounds"] == 3

@@ -32,6 +32,7 @@ def layout(**limits: int) -> Layout:
 def test_scratch_holds_each_row_and_no_more(rows: int) -> None:
     made = layout(rows=rows)
     grouped = {name: made.work[name] for name in ("x", "part", "out")}
+    assert made.work.pop("counts") == 8 * 16
     assert {k: v for k, v in made.work.items() if k not in grouped} == {
         name: rows * size for name, size in ROW_BYTES.items()}
     assert grouped == {"x": rows * 2048, "part": rows * 14848, "out": rows * 14848}
