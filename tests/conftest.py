@@ -19,6 +19,7 @@ from flashnext_drv.drv.context import Context, devices
 from flashnext_drv.drv.stream import Stream
 from flashnext_drv.errors import FlashNextError
 from flashnext_drv.ledger import Ledger
+from flashnext_drv.sim import control
 
 TESTS = Path(__file__).resolve().parent
 DEVICE_FOLDERS = ("contracts", "drv", "engine", "faults", "server")
@@ -83,6 +84,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def device_name(request: pytest.FixtureRequest) -> str:
     """"sim" or "cuda", loaded and initialised."""
     return api.ensure(request.config.getoption("--device"))
+
+
+InAnyOrder = Callable[[int, Callable[[], str]], None]
+
+
+@pytest.fixture
+def in_any_order(device_name: str) -> InAnyOrder:
+    """Holds a digest to be the same under so many orders of lanes, warps and blocks."""
+    if device_name != "sim":
+        pytest.skip("a GPU runs in its own order")
+
+    def check(n_orders: int, digest: Callable[[], str]) -> None:
+        found = set()
+        try:
+            for seed in range(n_orders):
+                control.set_seed(seed)
+                found.add(digest())
+        finally:
+            control.set_seed(0)
+        assert len(found) == 1, f"{len(found)} digests in {n_orders} orders"
+
+    return check
 
 
 @pytest.fixture(scope="session")

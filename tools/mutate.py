@@ -133,7 +133,9 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("flashnext_drv/engine/sequence.py", ("tests/host/test_sequence.py", *_ENGINE), _WHOLE),
     *((f"flashnext_drv/engine/{name}.py", _DEEP, ("tests/engine/test_ngram_order.py",
                                                   "tests/engine/test_cli.py", "tests/faults/test_sweep.py"))
-      for name in ("deep", "chunk", "prefill")),
+      for name in ("chunk", "prefill")),
+    ("flashnext_drv/engine/deep.py", ("tests/engine/test_deep_graphs.py", *_DEEP),
+     ("tests/engine/test_ngram_order.py", "tests/engine/test_ring.py", "tests/faults/test_sweep.py")),
     ("flashnext_drv/engine/decode.py", ("tests/engine/test_steps_ahead.py",), _ENGINE),
     ("flashnext_drv/engine/round.py", _ENGINE, ("tests/engine/test_ngram_mapped.py", *_WHOLE)),
     ("flashnext_drv/engine/", _ENGINE, ("tests/host/test_device_warning.py", *_WHOLE)),

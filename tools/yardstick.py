@@ -181,14 +181,16 @@ class Passes:
 
     @contextmanager
     def taking(self, choice: Mapping[str, str]) -> Iterator[None]:
-        """The engine's own prompts take these launches inside."""
-        kept = dict(self.deep._launches)
+        """The engine's own prompts take these launches inside, one by one: a graph holds the real ones."""
+        kept, graphs = dict(self.deep._launches), self.engine.rank.use_graphs
+        self.engine.rank.use_graphs = False
         try:
             for bucket in kept:
                 self.deep._launches[bucket] = [launch for _, launch in self.launches(bucket, choice)]
             yield
         finally:
             self.deep._launches.update(kept)
+            self.engine.rank.use_graphs = graphs
 
     def logits(self, n_tokens: int, chunk: int, choice: Mapping[str, str]) -> np.ndarray:
         """Of the last row."""

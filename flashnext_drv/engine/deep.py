@@ -213,13 +213,17 @@ class DeepPass(Owner):
         self, graphs: GraphSet, bucket: int, observer: Observer | None, use_graphs: bool
     ) -> None:
         """The walk where all experts are resident: each part by its graph, else launch by launch."""
-        replays = use_graphs and observer is None and self._repeats(graphs, bucket)
+        if not use_graphs or observer is not None or not self._repeats(graphs, bucket):
+            self._give(self._launches[bucket], observer)
+            for part in self._parts[bucket]:
+                graphs.ran_eagerly(part.identity.path)
+            return
         for part in self._parts[bucket]:
-            if replays and graphs.replay(part.identity, part.captured, self._stream):
+            if graphs.replay(part.identity, part.captured, self._stream):
                 if self.ngram is not None and part.gathers:
                     self.ngram.release(self._stream)
                 continue
-            self._give(part.launches, observer)
+            self._give(part.launches, None)
             graphs.ran_eagerly(part.identity.path)
 
     def _repeats(self, graphs: GraphSet, bucket: int) -> bool:

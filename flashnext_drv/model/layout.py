@@ -56,9 +56,10 @@ class Limits:
     bytes.
     device_bytes: device memory that the engine counts with, 0 = what the driver reports free less
     reserve_bytes; the plan and the reserves of experts and server must fit into it.
-    graph: replay captured graphs in decode.  graphs: executables kept at most, those used longest ago go
-    first.  graph_floor_bytes: free device memory below which the oldest quarter of them goes; 0 = half of
-    reserve_bytes.  graph_after: 1 makes a graph for the first round of its kind, 2 for the second.
+    graph: replay captured graphs in decode and in chunks of prompts.  graphs: executables kept at most, those
+    used longest ago go first; of chunks so many whole walks.  graph_floor_bytes: free device memory below
+    which the oldest quarter of them goes; 0 = half of reserve_bytes.  graph_after: 1 makes a graph for the
+    first round of its kind (of chunks, the second), 2 for the one after it.
     graph_async: executables are made on another thread while rounds run eagerly.
     steps_ahead: most tokens that decode draws before the host looks at them, 1..64.
     primary_context: use the device's primary context instead of an own one.

@@ -13,7 +13,6 @@ from flashnext_drv.check.contract import CheckDevice
 from flashnext_drv.check.operands import same_bits, untouched
 from flashnext_drv.kernels import deep
 from flashnext_drv.kernels.spec import Case
-from flashnext_drv.sim import control
 
 Give = Callable[[str], CheckDevice]
 ALL = [(spec.name, case) for spec in deep.KERNELS for case in spec.cases]
@@ -36,18 +35,9 @@ def test_case_meets_its_expectation(device: CheckDevice, kernel: str, case: Case
 
 @pytest.mark.parametrize(("kernel", "name"), [("deep_linear", "mixed"), ("deep_site_up", "rows3")])
 def test_order_of_lanes_warps_and_blocks_does_not_matter(
-    device: CheckDevice, device_name: str, kernel: str, name: str
+    device: CheckDevice, kernel: str, name: str, in_any_order: Callable[..., None]
 ) -> None:
-    if device_name != "sim":
-        pytest.skip("a GPU runs in its own order")
-    digests = set()
-    try:
-        for seed in range(4):
-            control.set_seed(seed)
-            digests.add(contract.run_case(device, kernel, find(kernel, name)).sha256)
-    finally:
-        control.set_seed(0)
-    assert len(digests) == 1
+    in_any_order(4, lambda: contract.run_case(device, kernel, find(kernel, name)).sha256)
 
 
 @pytest.mark.parametrize(

@@ -311,6 +311,27 @@ def test_a_graph_call_that_fails_once_leaves_one_part_eager(
     assert not graphs_of(engine).off and not engine.rank.graphs.off
 
 
+@pytest.mark.slow
+def test_every_graph_call_of_chunks_fails(engine: Engine, eager: dict[str, bytes]) -> None:
+    """Each call n once and from there on; `--slow -s` prints how many lives that is."""
+    n_parts = pass_of(engine).n_parts
+    with fresh(engine), faults.count_calls() as counted:
+        assert life(engine) == eager
+    n_lives = 0
+    for call in CALLS:
+        for n in range(1, counted.names.count(call) + 1):
+            # a capture that can never be ended breaks the context
+            for forever in (False,) if call == "cuStreamEndCapture" else (False, True):
+                with fresh(engine) as graphs, faults.fail_nth(n, 2, only=call, forever=forever) as plan:
+                    assert life(engine) == eager, (call, n, forever)
+                    found = graphs.counters
+                    assert found.failures == plan.fired >= 1, (call, n, forever)
+                    assert found.replays + found.eager_rounds == CHUNKS * n_parts
+                assert not left(engine)
+                n_lives += 1
+    print(f"lives {n_lives}", flush=True)
+
+
 @pytest.mark.parametrize("call", ["cuStreamBeginCapture", "cuGraphInstantiate", "cuGraphUpload",
                                   "cuGraphLaunch"])
 def test_a_graph_call_that_always_fails_leaves_all_chunks_eager(
