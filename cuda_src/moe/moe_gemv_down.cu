@@ -3,9 +3,10 @@
 //             operands -> part (units, rows_cap, n_slots, hidden) f32, rows < n_rows, units below the line's
 //             own.  EXL3 projections of any width and codebook, each line its own; hidden, width % 128 == 0.
 // Launch      grid (warps_cap, n_slots, rows_cap), block 64, warps_cap = hidden / 32 * units_cap; blocks
-//             beyond the line's hidden / 32 * segments return.  Block: 32 outputs of one unit of one dot.
-// Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(width, hidden, 1) segments; all rows of the mma
-//             are this one, and the first is stored.
+//             beyond the line's hidden / 32 * segments return.  Block: 32 outputs of one unit of one dot, and of
+//             the same dot of those among its row's eight that chose the same expert: the first of them does all.
+// Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(width, hidden, 1) segments.  Rows of an mma do not
+//             meet.
 // Equality    the same bytes as linear_gemv for the same operand, weights and segments.
 // Reference   ref/exl3.py decode_linear, ref/orders.py mma_chain.
 #include "moe/gemv_slot.cuh"
@@ -13,12 +14,12 @@
 FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const u16* x, float* part,
            u32 hidden, u32 n_slots, u32 width_cap)) {
     fn_wait_prior();
-    u32 row = blockIdx.z, n_rows = round->n_rows, rows_cap = round->rows_cap;
-    u64 dot = (u64)row * n_slots + blockIdx.y;
-    u32 expert = routes[dot].expert;
+    u32 row = blockIdx.z, n_rows = round->n_rows, rows_cap = round->rows_cap, slot = blockIdx.y;
+    u32 expert = routes[(u64)row * n_slots + slot].expert;
     if ((row >= n_rows) | (rows_cap == 0) | (expert == 0xffffffffu)) return;  // one branch: loads at once
     const FnLine& line = lines[expert];
     u64 data = line.down.data, unit_stride = (u64)rows_cap * n_slots * hidden;
     u32 format = line.down.format, width = line.width;
-    fn_slot_dot(data, format, width, hidden, x + dot * width_cap, part + dot * hidden, unit_stride);
+    FnSlotDots dots{routes, n_rows, n_slots, 1u, 0u};
+    fn_slot_dot(dots, expert, row, slot, data, format, width, hidden, x, width_cap, part, hidden, unit_stride);
 }

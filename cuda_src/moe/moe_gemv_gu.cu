@@ -4,9 +4,10 @@
 //             n_rows, units and outputs below the line's own.  EXL3 projections of any width and codebook,
 //             each line its own; hidden, width % 128 == 0.
 // Launch      grid (warps_cap, 2 n_slots, rows_cap), block 64, warps_cap = width_cap / 32 * units_cap; blocks
-//             beyond the line's width / 32 * segments return.  Block: 32 outputs of one unit of one dot.
-// Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, width, 1) segments; all rows of the mma
-//             are this one, and the first is stored.
+//             beyond the line's width / 32 * segments return.  Block: 32 outputs of one unit of one dot, and of
+//             the same dot of those among its row's eight that chose the same expert: the first of them does all.
+// Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, width, 1) segments.  Rows of an mma do not
+//             meet.
 // Equality    the same bytes as linear_gemv for the same operand, weights and segments.
 // Reference   ref/exl3.py decode_linear, ref/orders.py mma_chain.
 #include "moe/gemv_slot.cuh"
@@ -14,13 +15,13 @@
 FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const u16* x, float* part,
            u32 hidden, u32 n_slots, u32 width_cap)) {
     fn_wait_prior();
-    u32 row = blockIdx.z, n_rows = round->n_rows, rows_cap = round->rows_cap;
-    u32 expert = routes[(u64)row * n_slots + (blockIdx.y >> 1)].expert;
+    u32 row = blockIdx.z, n_rows = round->n_rows, rows_cap = round->rows_cap, slot = blockIdx.y >> 1;
+    u32 expert = routes[(u64)row * n_slots + slot].expert;
     if ((row >= n_rows) | (rows_cap == 0) | (expert == 0xffffffffu)) return;  // one branch: loads at once
     const FnLine& line = lines[expert];
     const FnWeight& w = blockIdx.y & 1u ? line.up : line.gate;
-    u64 data = w.data, dot = (u64)row * 2u * n_slots + blockIdx.y;
+    u64 data = w.data, unit_stride = (u64)rows_cap * 2u * n_slots * width_cap;
     u32 format = w.format, width = line.width;
-    u64 unit_stride = (u64)rows_cap * 2u * n_slots * width_cap;
-    fn_slot_dot(data, format, hidden, width, x + dot * hidden, part + dot * width_cap, unit_stride);
+    FnSlotDots dots{routes, n_rows, n_slots, 2u, blockIdx.y & 1u};
+    fn_slot_dot(dots, expert, row, slot, data, format, hidden, width, x, hidden, part, width_cap, unit_stride);
 }
