@@ -381,5 +381,5 @@ MOE_GEMV_DOWN: Final = (
         "u32 expert = routes[(u64)row * n_slots].expert;",
         "one_row",
     ),
-    _dot("next_operand", "index", _DOWN, "x + dot * width_cap", "x + (dot ^ 1u) * width_cap", "segments"),
+    _dot("next_operand", "index", _DOWN, "hidden, x, width_cap", "hidden, x + width_cap, width_cap", "segments"),
 )
