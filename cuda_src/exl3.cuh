@@ -12,7 +12,6 @@
 //   fn_exl3_rotate_in(v, suh)                     W x * suh, Hadamard
 //   fn_exl3_rotate_out(v, svh)                    W Hadamard, * svh
 //   fn_linear_store_input(v, linear, row, block)  W rotate (EXL3) or not, round to f16, store the operand
-//   fn_linear_finish_block(linear, scale, rows_cap, row, block, v)  W sum of units, finished (EXL3: svh, bias)
 //   fn_bf16_split(h2, hi, lo)                       two f16 into exact bf16 hi + lo
 //
 // Alignment: trellis data 4 bytes, plain data 16; suh, svh, bias, operand rows 8; part 16 where n % 4 == 0.
@@ -167,31 +166,6 @@ FN_DEVICE void fn_linear_store_input(float (&v)[4], const FnLinear& linear, u32 
     u32 k = 128u * block + 4u * (threadIdx.x & 31u);
     if (fn_is_exl3(linear.w)) fn_exl3_rotate_in(v, reinterpret_cast<const u16*>(linear.w.suh) + 128u * block);
     fn_linear_store_operand(v, linear, row, k);
-}
-
-// v: finished outputs 128 block + 4 lane .. + 3; zero beyond n.  scale: svh of these outputs.
-FN_DEVICE void fn_linear_finish_block(const FnLinear& linear, const float (&scale)[4], u32 rows_cap, u32 row,
-                                      u32 block, float (&v)[4]) {
-    u32 n = linear.n, at = 128u * block + 4u * (threadIdx.x & 31u);
-    u64 stride = (u64)rows_cap * n;
-    const float* part = reinterpret_cast<const float*>(linear.part) + (u64)row * n + at;
-    if ((n & 3u) == 0 && at < n) {
-        fn_sum_units4(part, linear.leaves, linear.segments, stride, v);
-    } else {
-#pragma unroll
-        for (u32 i = 0; i < 4; i++)
-            v[i] = at + i < n ? fn_sum_units(part + i, linear.leaves, linear.segments, stride) : 0.f;
-    }
-    if (!fn_is_exl3(linear.w)) return;
-    fn_hadamard128(v);
-#pragma unroll
-    for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], scale[i]);
-    if (linear.bias) {
-        float b[4];
-        fn_load_h4(reinterpret_cast<const u16*>(linear.bias) + at, b);
-#pragma unroll
-        for (int i = 0; i < 4; i++) v[i] = fn_add(v[i], b[i]);
-    }
 }
 
 // hi = bf16(x) (RN), lo = x - hi, which bf16 holds exactly; lo is +0 where hi is not finite.

@@ -221,7 +221,9 @@ LINEAR_FINISH: Final = KernelSpec(
     cases=(
         _case("exl3", "mul1_3 256x128", 1, 8),
         _case("segments", "mul1_3 2048x128; f16 8192x4; f16 4096x129", 2, 3),
+        _case("many_segments", "mul1_3 8192x128; f16 4096x128", 1, 2),
         _case("leaves", "mul1_3 256x128/2; mul1_3 512x256/4; mul1_3 1024x128/8; mul1_3 4096x128/8", 3, 8),
+        _case("leaves_segments", "mul1_3 16384x128/8; f16 4096x128/2", 2, 2),
         _case("bias", "mul1_2.5 256x640+bias; mcg_4 256x128", 7, 8),
         _case("plain", "f16 16x1; bf16 16x5; f16 16x48", 2, 4),
         _case("plain_leaves", "f16 512x6/2; f16 512x8/4", 2, 4),

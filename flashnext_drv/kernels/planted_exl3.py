@@ -24,6 +24,7 @@ _DOT: Final = "gemv.cuh"
 _GEMV: Final = "exl3/linear_gemv.cu"
 _IN: Final = "exl3/linear_input.cu"
 _OUT: Final = "exl3/linear_finish.cu"
+_FINISH: Final = "exl3/finish.cuh"
 _SLOT: Final = "moe/gemv_slot.cuh"
 _GU: Final = "moe/moe_gemv_gu.cu"
 _DOWN: Final = "moe/moe_gemv_down.cu"
@@ -203,54 +204,33 @@ LINEAR_FINISH: Final = (
     _one(
         "segments_falling",
         "order",
-        _EXL3,
-        "p = fn_ld(reinterpret_cast<const float4*>(at + s * stride));",
-        "p = fn_ld(reinterpret_cast<const float4*>(at + (segments - s) * stride));",
+        _FINISH,
+        "if (i < n) first[i] = fn_ld_here(unit(i));",
+        "if (i < n) first[i] = fn_ld_here(unit(leaves == 1u ? n - 1u - i : i));",
         "segments",
-        "leaves",
-    ),
-    Control(
-        "leaves_in_order",
-        "order",
-        (
-            Edit(
-                _EXL3,
-                "        if (!(leaf & 1u)) { fn_copy4(one, v); continue; }\n"
-                "        fn_add4(v, one);\n"
-                "        if (!(leaf & 2u)) { fn_copy4(two, v); continue; }\n"
-                "        fn_add4(v, two);\n"
-                "        if (!(leaf & 4u)) { fn_copy4(four, v); continue; }\n"
-                "        fn_add4(v, four);\n",
-                "        if (leaf) fn_add4(v, one);\n        fn_copy4(one, v);\n",
-            ),
-        ),
-        cases=("leaves",),
     ),
     _one(
-        "last_leaf",
-        "leaf",
-        _EXL3,
-        "four[4] = {0.f, 0.f, 0.f, 0.f};\n",
-        "four[4] = {0.f, 0.f, 0.f, 0.f};\n    if (leaves > 1u) leaves /= 2u;\n",
+        "leaves_in_order",
+        "order",
+        _FINISH,
+        "all = fn_add_quads(all, fn_add_quads(first[2], first[3]));",
+        "all = fn_add_quads(fn_add_quads(all, first[2]), first[3]);",
         "leaves",
     ),
+    _one("last_leaf", "leaf", _FINISH, "if (leaves > 4u)", "if (leaves > 8u)", "leaves"),
+    _one("later_segments", "leaf", _FINISH, "from < segments; from += MANY", "from < MANY; from += MANY",
+         "many_segments"),
     _one(
         "unscaled",
         "scale",
-        _EXL3,
-        "    fn_hadamard128(v);\n"
-        "#pragma unroll\n"
-        "    for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], s[i]);\n"
-        "}",
-        "    fn_hadamard128(v);\n"
-        "#pragma unroll\n"
-        "    for (int i = 0; i < 4; i++) v[i] = fn_mul(fn_mul(v[i], 11.3137085f), s[i]);\n"
-        "}",
+        _FINISH,
+        "for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], scale[i]);",
+        "for (int i = 0; i < 4; i++) v[i] = fn_mul(fn_mul(v[i], 11.3137085f), scale[i]);",
     ),
     _one(
         "contracted",
         "contraction",
-        _EXL3,
+        _FINISH,
         "for (int i = 0; i < 4; i++) v[i] = fn_add(v[i], b[i]);",
         "for (int i = 0; i < 4; i++) v[i] = fn_fma(v[i], 0x1.000002p+0f, b[i]);",
         "bias",
@@ -259,14 +239,12 @@ LINEAR_FINISH: Final = (
         "sum_f16",
         "rounding",
         _OUT,
-        "    fn_linear_finish_block(linear, scale, round->rows_cap, row, block, v);\n",
-        "    fn_linear_finish_block(linear, scale, round->rows_cap, row, block, v);\n"
+        "    finish.values(linear, row, cap, v);\n",
+        "    finish.values(linear, row, cap, v);\n"
         "    for (u32 i = 0; i < 4; i++) v[i] = fn_h2f(fn_f2h(v[i]));\n",
     ),
-    _one(
-        "padding_row", "stale", _OUT, "if (row >= round->n_rows) return;", "if (row > round->n_rows) return;"
-    ),
-    _one("last_output", "tail", _OUT, "if (n + i < linear.n) out[i]", "if (n + i + 1u < linear.n) out[i]"),
+    _one("padding_row", "stale", _OUT, "if (row >= n_rows ||", "if (row > n_rows ||"),
+    _one("last_output", "tail", _FINISH, "if (at + i < n) out[i]", "if (at + i + 1u < n) out[i]"),
 )
 
 # Of both expert products, which share gemv_slot.cuh and the dot of exl3.cuh.
