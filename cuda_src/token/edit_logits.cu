@@ -46,11 +46,11 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, FnEdits* edits, float* logit
     fn_wait_prior();
     u32 r = blockIdx.x;
     if (r >= fn_ld(&round->n_rows)) return;
-    FnRow row = fn_ld(rows + r);
+    FnRow row = rows[r];
     if ((row.emit & FN_EMIT_EDITED) != FN_EMIT_EDITED) return;
     FnEdit* entries = reinterpret_cast<FnEdit*>(edits) + (u64)row.slot * (cap + 2u) + 2u;
     FnEdits* head = reinterpret_cast<FnEdits*>(entries - 2);
-    FnEdits how = fn_ld(head);
+    FnEdits how = *head;
     float* x = logits + (u64)r * vocab;
     if (restore) {
         for (u32 i = threadIdx.x; i < how.n_entries; i += FN_THREADS) x[entries[i].id] = entries[i].raw;
@@ -60,7 +60,7 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, FnEdits* edits, float* logit
     if (threadIdx.x == 0) s.found = 0;
     __syncthreads();  // every thread has read the head too
     for (u32 i = threadIdx.x; i < how.n_entries; i += FN_THREADS) {
-        FnEdit entry = fn_ld(entries + i);
+        FnEdit entry = entries[i];
         if (counts && entry.id == row.token) {
             entry.seen += FN_SEEN_ONE;
             s.found = 1;

@@ -281,7 +281,7 @@ EDIT_LOGITS: Final = KernelSpec(
             "midpoints": "outputs are f32: nothing is rounded to f16"},
     controls=planted_edits.EDIT_LOGITS,
     reference="edits.edit_logits", bound="exact: single steps of fp32, each rounded to nearest",
-    cases=(_edits("one_row", "c", 1, 512, 40),
+    cases=(_edits("one_row", "c", 1, 512, 41),
            _edits("one_entry", "1", 1, 96, 8),
            _edits("no_entry", "0a", 2, 96, 8),
            _edits("kinds", "cakxnes0", 8, 500, 64),

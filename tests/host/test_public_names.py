@@ -12,7 +12,7 @@ import flashnext_drv
 
 PACKAGE = Path(flashnext_drv.__file__).resolve().parent
 PINNED = ["BuildError", "Cancelled", "CapacityError", "CheckpointError", "ContextLost", "ContractError",
-          "DriverError", "DriverMissing", "Engine", "FlashNextError", "Generation", "LeakError", "Limits",
+          "DriverError", "DriverMissing", "Edits", "Engine", "FlashNextError", "Generation", "LeakError", "Limits",
           "MemoryReport", "OutOfMemory", "Prefill", "Sampling", "SimError", "UsageError", "__version__"]
 
 
