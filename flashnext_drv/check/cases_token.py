@@ -1,5 +1,4 @@
-"""Cases of the token family: operands, and what each kernel is held to (advance_rows: cases_ahead.py,
-edit_logits: cases_edits.py).
+"""Cases of the token family: operands, and what each kernel is held to (cases_ahead.py, cases_edits.py too).
 
 Called by check/contract.py through `build`.  References are exact (copies, integers, fp32 steps of a named
 order) but for rotary rows and the n-gram mixer, whose bounds are derived below from their rounding points.

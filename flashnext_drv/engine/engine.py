@@ -247,14 +247,8 @@ class Engine(Owner):
         )
 
     def stream(
-        self,
-        ids: Ids[int],
-        *,
-        max_new_tokens: int,
-        sampling: Sampling | None = None,
-        stop_ids: Collection[int] | None = None,
-        edits: Edits | None = None,
-        prefill: Prefill | None = None,
+        self, ids: Ids[int], *, max_new_tokens: int, sampling: Sampling | None = None,
+        stop_ids: Collection[int] | None = None, edits: Edits | None = None, prefill: Prefill | None = None,
     ) -> Iterator[int]:
         """The ids that `generate` would give, one by one.  Arguments are checked at the call."""
         self.require_open()
@@ -341,9 +335,7 @@ class Engine(Owner):
         return arrays | {"ids": np.array(ids, np.int64)}
 
     @contextmanager
-    def sequence(
-        self, sampling: Sampling | None = None, edits: Edits | None = None
-    ) -> Iterator[Sequence]:
+    def sequence(self, sampling: Sampling | None = None, edits: Edits | None = None) -> Iterator[Sequence]:
         """A live sequence for `round`; given back on the way out.  Raises CapacityError, UsageError."""
         sequence = self.rank.open_sequence(sampling, edits)
         self._live.append(sequence)
@@ -377,13 +369,8 @@ class Engine(Owner):
         )
 
     def _stream(
-        self,
-        prompt: list[int],
-        max_new_tokens: int,
-        sampling: Sampling | None,
-        stops: Collection[int],
-        edits: Edits,
-        prefill: Prefill,
+        self, prompt: list[int], max_new_tokens: int, sampling: Sampling | None, stops: Collection[int],
+        edits: Edits, prefill: Prefill,
     ) -> Iterator[int]:
         with self.sequence(sampling, edits) as sequence:
             sequence.extend(prompt)
