@@ -81,7 +81,7 @@ def _gate_up(case: Case, given: Operands, ran: Ran) -> Turned:
     operands = Operands(
         {**_tables(given), "x": x, "part": part},
         {"hidden": hidden, "n_slots": n_slots, "width_cap": width_cap},
-        (-(-width_cap // 32 * units_cap // 4), 2 * n_slots, cap),
+        (-(-width_cap // 32 * units_cap), 2 * n_slots, cap),
         given.relocations,
         ("part",),
         lambda _: None,
@@ -120,7 +120,7 @@ def _down(case: Case, given: Operands, ran: Ran) -> Turned:
     operands = Operands(
         {**_tables(given), "x": x, "part": poison((units_cap, cap, n_slots, hidden), np.float32)},
         {"hidden": hidden, "n_slots": n_slots, "width_cap": width_cap},
-        (-(-hidden // 32 * units_cap // 4), n_slots, cap),
+        (-(-hidden // 32 * units_cap), n_slots, cap),
         given.relocations,
         ("part",),
         lambda _: None,
