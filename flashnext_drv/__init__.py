@@ -10,15 +10,16 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_ENGINE = ("Engine", "Generation", "Limits", "MemoryReport", "Prefill", "Sampling")
+_ENGINE = ("Edits", "Engine", "Generation", "Limits", "MemoryReport", "Prefill", "Sampling")
 _ERRORS = ("BuildError", "Cancelled", "CapacityError", "CheckpointError", "ContextLost", "ContractError",
            "DriverError", "DriverMissing", "FlashNextError", "LeakError", "OutOfMemory", "SimError",
            "UsageError")
 _PUBLIC = {**dict.fromkeys(_ENGINE, ".engine.engine"), **dict.fromkeys(_ERRORS, ".errors")}
 
 __all__ = ["BuildError", "Cancelled", "CapacityError", "CheckpointError", "ContextLost", "ContractError",
-           "DriverError", "DriverMissing", "Engine", "FlashNextError", "Generation", "LeakError", "Limits",
-           "MemoryReport", "OutOfMemory", "Prefill", "Sampling", "SimError", "UsageError", "__version__"]
+           "DriverError", "DriverMissing", "Edits", "Engine", "FlashNextError", "Generation", "LeakError",
+           "Limits", "MemoryReport", "OutOfMemory", "Prefill", "Sampling", "SimError", "UsageError",
+           "__version__"]
 
 
 def __getattr__(name: str) -> Any:

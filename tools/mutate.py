@@ -83,6 +83,9 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("token/ple_tail", "token", _PROMPT))),
     *((f"cuda_src/{name}", (f"tests/contracts/test_{family}.py",), ("tests/engine/test_steps_ahead.py",))
       for name, family in (("token/advance_rows", "token"), ("move/count_replay", "move"))),
+    ("cuda_src/token/edit_logits", ("tests/contracts/test_token.py",), ("tests/engine/test_edits.py",)),
+    ("cuda_src/token/edits.cuh", ("tests/host/test_tables.py", "tests/host/test_catalog.py"),
+     ("tests/contracts/test_token.py",)),
     ("cuda_src/token/ahead.cuh", ("tests/host/test_tables.py", "tests/host/test_catalog.py"),
      ("tests/contracts/test_token.py",)),
     ("cuda_src/move/line_", ("tests/contracts/test_move.py",), ("tests/engine/test_experts.py", *_ENGINE)),
@@ -137,6 +140,7 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("flashnext_drv/engine/deep.py", ("tests/engine/test_deep_graphs.py", *_DEEP),
      ("tests/engine/test_ngram_order.py", "tests/engine/test_ring.py", "tests/faults/test_sweep.py")),
     ("flashnext_drv/engine/decode.py", ("tests/engine/test_steps_ahead.py",), _ENGINE),
+    ("flashnext_drv/engine/edits.py", ("tests/host/test_sequence.py", "tests/engine/test_edits.py"), _ENGINE),
     ("flashnext_drv/engine/round.py", _ENGINE, ("tests/engine/test_ngram_mapped.py", *_WHOLE)),
     ("flashnext_drv/engine/", _ENGINE, ("tests/host/test_device_warning.py", *_WHOLE)),
     ("flashnext_drv/kernels/bind.py", ("tests/host/test_bind_values.py", "tests/drv/test_launch.py",

@@ -37,7 +37,8 @@ NOT_KERNELS = ("sim", "probe", "retired", "delay.cuh")    # delay.cuh: for plant
 NOT_MUTATED = frozenset({"flashnext_drv/kernels/" + name for name in (
     "attn.py", "exl3.py", "gdn.py", "glue.py", "moe.py", "moe_gemv.py", "move.py", "probe.py",
     "token.py", "limits.py")})
-CONSTANT_FILES = ("cuda_src/tables.cuh", "cuda_src/token/ahead.cuh", "cuda_src/attn/pages.cuh",
+CONSTANT_FILES = ("cuda_src/tables.cuh", "cuda_src/token/ahead.cuh", "cuda_src/token/edits.cuh",
+                  "cuda_src/attn/pages.cuh",
                   "flashnext_drv/kernels/tables.py",
                   "flashnext_drv/model/layout.py", "flashnext_drv/state/")
 FLIPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}

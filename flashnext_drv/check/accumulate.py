@@ -260,6 +260,7 @@ NO_SUMS: Final[dict[str, str]] = {
     "line_fill": "copies",
     "count_replay": "integers",
     "advance_rows": "integers",
+    "edit_logits": "no sum over elements",
     "math_sweep": "single functions",
     "math_f64": "single functions",
     "mma_tiles_f16": "one step, compared bit for bit with an integer model",

@@ -1,4 +1,4 @@
-"""Cases of the token family: operands, and what each kernel is held to (advance_rows: cases_ahead.py).
+"""Cases of the token family: operands, and what each kernel is held to (cases_ahead.py, cases_edits.py too).
 
 Called by check/contract.py through `build`.  References are exact (copies, integers, fp32 steps of a named
 order) but for rotary rows and the n-gram mixer, whose bounds are derived below from their rounding points.
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..kernels.spec import Case
 from ..kernels.tables import FORMAT_F16, ROW, SLOT
 from ..ref.exl3 import codebook, row_states
-from . import cases_ahead, draw_model
+from . import cases_ahead, cases_edits, draw_model
 from .contract import Operands, bits, poison
 from .draw_model import Sampling
 from .operands import (
@@ -479,7 +479,7 @@ _F32: Final = np.dtype(np.float32)
 _BUILDERS: Final[dict[str, Callable[[Case, int], Operands]]] = {
     "embed_rows": _embed_rows, "rope_rows": _rope_rows, "ngram_rows": _ngram_rows, "ple_mix": _ple_mix,
     "ple_gate": _ple_gate, "ple_conv": _ple_conv, "ple_tail": _ple_tail, "draw_rows": _draw_rows,
-    **cases_ahead.BUILDERS}
+    **cases_ahead.BUILDERS, **cases_edits.BUILDERS}
 
 
 def _rows(n: int, cap: int, **fields: NDArray[Any]) -> NDArray[Any]:

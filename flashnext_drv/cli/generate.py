@@ -38,6 +38,24 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--top-k", type=int, default=0, help="0: off")
     parser.add_argument("--top-p", type=float, default=1.0, help="1: off")
     parser.add_argument("--min-p", type=float, default=0.0, help="0: off")
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="R",
+        help="divides positive logits of prompt and output tokens, multiplies others; 1: off",
+    )
+    parser.add_argument(
+        "--presence-penalty", type=float, default=0.0, metavar="P", help="taken off output tokens' logits"
+    )
+    parser.add_argument(
+        "--frequency-penalty", type=float, default=0.0, metavar="F",
+        help="taken off output tokens' logits, times how often they stand there",
+    )
+    parser.add_argument(
+        "--logit-bias", action="append", default=[], metavar="ID=B",
+        help="added to a token's logit, -inf: never drawn; may be repeated",
+    )
+    parser.add_argument(
+        "--min-new", type=int, default=0, metavar="N", help="tokens drawn before one may end the text"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the draws, 0..2^64-1")
     parser.add_argument(
         "--stop-id",
@@ -66,7 +84,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def run(args: argparse.Namespace) -> int:
     """Open, generate, print.  Raises what the engine raises."""
-    from ..engine.engine import Engine, Limits, Sampling
+    from ..engine.engine import Edits, Engine, Limits, Sampling
     from ..errors import UsageError
 
     ids = read_ids(args)
@@ -76,6 +94,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--stop-id and --no-stop exclude each other")
     sampling = Sampling(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed
+    )
+    edits = Edits(
+        repetition=args.repetition_penalty, presence=args.presence_penalty, frequency=args.frequency_penalty,
+        bias=tuple(map(_bias, args.logit_bias)), min_new_tokens=args.min_new,
     )
     progress = Progress()
     prefill = prefill_of(args, progress)
@@ -101,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
                 max_new_tokens=args.max_new,
                 sampling=sampling,
                 stop_ids=stop_ids,
+                edits=edits,
                 on_token=told,
                 prefill=prefill,
             )
@@ -111,6 +134,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(found, table)
     return GOOD
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """"17=-2.5" as (17, -2.5).  Raises UsageError."""
+    from ..errors import UsageError
+
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError as error:
+        raise UsageError("--logit-bias is an id and a number", value=text, do="use e.g. 17=-2.5") from error
 
 
 def _result(args: argparse.Namespace, ids: list[int], engine: Engine, made: Generation) -> dict[str, Any]:

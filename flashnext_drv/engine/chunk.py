@@ -19,8 +19,18 @@ from ..errors import DriverError, UsageError
 from ..model.layout import bucket_of
 from ..state.deep import ChunkRun
 from .deep import DeepPass
-from .rank import HEAD, Rank
-from .round import EMIT_DRAW, EMIT_LOGITS, RoundResult, Window, check_windows, nan_logit, set_sampling
+from .edits import place_edits
+from .rank import HEAD, HEAD_EDITS, Rank
+from .round import (
+    EMIT_DRAW,
+    EMIT_LOGITS,
+    RoundResult,
+    Window,
+    check_windows,
+    emit_of_draw,
+    nan_logit,
+    set_sampling,
+)
 
 __all__ = ["Sink", "run_chunk"]
 
@@ -90,7 +100,11 @@ def _emit(
     for block in _blocks(list(_asked(windows)), rank.layout.rows_cap):
         _place(rank, deep, block)
         _head_rows(rank, runs, block)
-        rank.forward(HEAD, bucket_of(len(block)))
+        drawing = [windows[i_window].sequence for i_window, _, _, emit in block if emit & EMIT_DRAW]
+        edits = place_edits(rank, [(sequence, sequence.n_done) for sequence in drawing])
+        rank.forward(HEAD_EDITS if edits else HEAD, bucket_of(len(block)))
+        for sequence in drawing:
+            sequence.drew(sequence.n_done)
         tokens, status = rank.read_draws()
         for i, (i_window, row, _, emit) in enumerate(block):
             if not emit & EMIT_DRAW:
@@ -109,7 +123,9 @@ def _asked(windows: List[Window]) -> Iterator[_Asked]:
     for i_window, window in enumerate(windows):
         last = window.n_rows - 1
         for row in range(window.skip if window.logits else last, window.n_rows):
-            emit = (EMIT_LOGITS if window.logits else 0) | (EMIT_DRAW if window.draw and row == last else 0)
+            emit = EMIT_LOGITS if window.logits else 0
+            if window.draw and row == last:
+                emit |= emit_of_draw(window.sequence)
             if emit:
                 yield i_window, row, start + row, emit
         start += window.n_rows

@@ -20,7 +20,8 @@ import numpy as np
 from ..errors import CapacityError, ContractError, UsageError
 from ..kernels.tables import MOST_STOPS
 from ..model.layout import bucket_of
-from .rank import STEP, Rank
+from .edits import place_edits
+from .rank import STEP, STEP_EDITS, Rank
 from .round import Window, check_windows, fill_round, nan_logit
 from .sequence import Sequence
 
@@ -103,7 +104,8 @@ def run_ahead(rank: Rank, asked: List[Ahead], steps: int) -> list[Drawn]:
         if rank.ngram is not None:
             with rank.ctx.active():
                 rank.ngram.publish(rank.stream)
-        rank.forward(STEP, bucket, (1,) * len(asked), longest, times=max(allowed))
+        edits = place_edits(rank, [(one.sequence, one.sequence.n_done + 1) for one in asked])
+        rank.forward(STEP_EDITS if edits else STEP, bucket, (1,) * len(asked), longest, times=max(allowed))
         ring = rank.read_ahead()
     except BaseException as error:  # some launches may have run: no state is where n_done says
         for one in asked:
@@ -141,15 +143,18 @@ def _allow(rank: Rank, one: Ahead, n_tokens: int) -> None:
 def _drawn(one: Ahead, ring: np.ndarray) -> Drawn:
     """ring: (tokens allowed,) DRAWN of the sequence's slot.  Brings the sequence to where its state is."""
     sequence = one.sequence
+    n_before = sequence.n_done + 1
     tokens: list[int] = []
     for token, status in ring.tolist():
         if status:
             sequence.n_done += len(tokens) + 1
+            sequence.drew(n_before)
             sequence.extend(tokens)
             return Drawn(tokens, nan_logit(sequence, sequence.position - 1))
         tokens.append(token)
         if token in one.stops:
             break
     sequence.n_done += len(tokens)
+    sequence.drew(n_before)
     sequence.extend(tokens[:-1])
     return Drawn(tokens)

@@ -38,9 +38,9 @@ from .deep import DEEP
 from .graphs import GraphCounters
 from .prefill import Prefill, Prompt, PromptCounters, check_prefill, run_prompts
 from .rank import Progress, Rank
-from .sequence import Sampling, Sequence, checked_ids
+from .sequence import Edits, Sampling, Sequence, checked_edits, checked_ids
 
-__all__ = ["Engine", "Generation", "Limits", "MemoryReport", "Prefill", "Sampling", "token_sha256"]
+__all__ = ["Edits", "Engine", "Generation", "Limits", "MemoryReport", "Prefill", "Sampling", "token_sha256"]
 
 _PLAIN_NAMES = ("head_replays", "eager_rounds", "eager_heads")  # of GraphCounters in Generation.counters
 
@@ -200,14 +200,16 @@ class Engine(Owner):
         max_new_tokens: int,
         sampling: Sampling | None = None,
         stop_ids: Collection[int] | None = None,
+        edits: Edits | None = None,
         on_token: Callable[[int], None] | None = None,
         prefill: Prefill | None = None,
     ) -> Generation:
         """Prompt, then draw up to max_new_tokens ids.
 
         stop_ids: ids that end the text, by default the model's end-of-sequence id; () for none.
+        edits: of the logits that are drawn from; with min_new_tokens and no stop_ids of their own, of these.
         prefill: how the prompt is run; any way gives the same bytes.
-        Raises UsageError (ids, prefill), CapacityError (does not fit), Cancelled (prefill.cancel),
+        Raises UsageError (ids, edits, prefill), CapacityError (does not fit), Cancelled (prefill.cancel),
         ContractError (a NaN logit); the engine stays usable.
         """
         self.require_open()
@@ -219,7 +221,8 @@ class Engine(Owner):
         first = started
         stops = self._stops(stop_ids)
         for token in self.stream(
-            ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stops, prefill=prefill
+            ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stops, edits=edits,
+            prefill=prefill,
         ):
             if not tokens:
                 first = time.perf_counter()
@@ -244,13 +247,8 @@ class Engine(Owner):
         )
 
     def stream(
-        self,
-        ids: Ids[int],
-        *,
-        max_new_tokens: int,
-        sampling: Sampling | None = None,
-        stop_ids: Collection[int] | None = None,
-        prefill: Prefill | None = None,
+        self, ids: Ids[int], *, max_new_tokens: int, sampling: Sampling | None = None,
+        stop_ids: Collection[int] | None = None, edits: Edits | None = None, prefill: Prefill | None = None,
     ) -> Iterator[int]:
         """The ids that `generate` would give, one by one.  Arguments are checked at the call."""
         self.require_open()
@@ -268,7 +266,11 @@ class Engine(Owner):
             )
         how = prefill or Prefill()
         check_prefill(self.rank, how)
-        return self._stream(prompt, max_new_tokens, sampling, self._stops(stop_ids), how)
+        stops = self._stops(stop_ids)
+        edits = checked_edits(edits, self.config.vocab)
+        if edits.min_new_tokens and not edits.stop_ids:
+            edits = replace(edits, stop_ids=tuple(stops))
+        return self._stream(prompt, max_new_tokens, sampling, stops, edits, how)
 
     def logits(
         self, ids: Ids[int], rows: tuple[int, int] | None = None, *, prefill: Prefill | None = None
@@ -333,9 +335,9 @@ class Engine(Owner):
         return arrays | {"ids": np.array(ids, np.int64)}
 
     @contextmanager
-    def sequence(self, sampling: Sampling | None = None) -> Iterator[Sequence]:
-        """A live sequence for `round`; given back on the way out."""
-        sequence = self.rank.open_sequence(sampling)
+    def sequence(self, sampling: Sampling | None = None, edits: Edits | None = None) -> Iterator[Sequence]:
+        """A live sequence for `round`; given back on the way out.  Raises CapacityError, UsageError."""
+        sequence = self.rank.open_sequence(sampling, edits)
         self._live.append(sequence)
         try:
             yield sequence
@@ -367,14 +369,10 @@ class Engine(Owner):
         )
 
     def _stream(
-        self,
-        prompt: list[int],
-        max_new_tokens: int,
-        sampling: Sampling | None,
-        stops: Collection[int],
-        prefill: Prefill,
+        self, prompt: list[int], max_new_tokens: int, sampling: Sampling | None, stops: Collection[int],
+        edits: Edits, prefill: Prefill,
     ) -> Iterator[int]:
-        with self.sequence(sampling) as sequence:
+        with self.sequence(sampling, edits) as sequence:
             sequence.extend(prompt)
             if not max_new_tokens:
                 return

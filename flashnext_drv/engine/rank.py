@@ -31,7 +31,7 @@ from ..ledger import Ledger
 from ..lifetime import Owner, Undo
 from ..model.layout import Layout, Limits, arena_bytes
 from ..model.pack import PackBase
-from ..model.steps import Step, ahead_steps, body_steps, draw_steps, head_steps
+from ..model.steps import Step, ahead_steps, body_steps, draw_steps, edit_steps, head_steps
 from ..state.experts import ExpertStore
 from ..state.kv import PagePool
 from ..state.ngram import NgramRows
@@ -42,18 +42,23 @@ from ..state.weights import WeightStore
 from .deep import DEEP, DeepPass, address_of
 from .graphs import GraphSet, Identity, fingerprint_of
 from .plan import Sizer
-from .sequence import Sampling, Sequence
+from .sequence import Edits, Sampling, Sequence, checked_edits
 
-__all__ = ["BODY", "HEAD", "NEXT", "STEP", "TOKEN", "Progress", "Rank"]
+__all__ = ["BODY", "HEAD", "HEAD_EDITS", "NEXT", "NEXT_EDITS", "STEP", "STEP_EDITS", "TOKEN", "TOKEN_EDITS",
+           "Progress", "Rank"]
 
 BODY = "body"  # state advances, no logits
 HEAD = "head"  # head and draws of rows whose streams, last expert output and inject lie in the scratch
 TOKEN = "token"  # body, then head: two graphs
 NEXT = "next"  # head and draws of rows that all draw, then the tables' rows become those of the next token
 STEP = "step"  # body, then next: two graphs
-_PARTS = {BODY: (BODY,), HEAD: (HEAD,), NEXT: (NEXT,), TOKEN: (BODY, HEAD), STEP: (BODY, NEXT)}
-_HEADS = (HEAD, NEXT)
-_COUNTED = (BODY, HEAD, NEXT, DEEP)  # in the order of their counters on the device
+# The same where at least one row draws from edited logits; the body is that of TOKEN and STEP.
+HEAD_EDITS, NEXT_EDITS, TOKEN_EDITS, STEP_EDITS = "head_edits", "next_edits", "token_edits", "step_edits"
+_PARTS = {BODY: (BODY,), HEAD: (HEAD,), NEXT: (NEXT,), TOKEN: (BODY, HEAD), STEP: (BODY, NEXT),
+          HEAD_EDITS: (HEAD_EDITS,), NEXT_EDITS: (NEXT_EDITS,), TOKEN_EDITS: (BODY, HEAD_EDITS),
+          STEP_EDITS: (BODY, NEXT_EDITS)}
+_HEADS = (HEAD, NEXT, HEAD_EDITS, NEXT_EDITS)
+_COUNTED = (BODY, HEAD, NEXT, DEEP, HEAD_EDITS, NEXT_EDITS)  # in the order of their counters on the device
 _IDENTITIES = 4096  # kept; window patterns are many
 Progress = Callable[[str, int, int], None]  # what, done, of all; bytes
 
@@ -214,6 +219,7 @@ class Rank(Owner):
             self.tables.publish(self.stream)
             for launch in self.launches(STEP, bucket):
                 launch.run(self.stream)
+        next(each for each in self.launches(HEAD_EDITS, 1) if each.name == "edit_logits").run(self.stream)
         self._graph_launches(BODY, 1, 0)[0].run(self.stream)
         fill_bytes(self.stream, self.work["counts"], 0)
         self.stream.synchronize()
@@ -249,19 +255,22 @@ class Rank(Owner):
             return list(body_steps(self.layout, self._embed_bf16, self._ngram_bits, context))
         if path == HEAD:
             return [*head_steps(self.layout), *draw_steps(self.layout)]
-        if path == NEXT:
-            return [*self.steps(HEAD), *ahead_steps(self.layout)]
+        if path == HEAD_EDITS:
+            return [*head_steps(self.layout), *edit_steps(self.layout, restore=False),
+                    *draw_steps(self.layout), *edit_steps(self.layout, restore=True)]
+        if path in (NEXT, NEXT_EDITS):
+            return [*self.steps(HEAD if path == NEXT else HEAD_EDITS), *ahead_steps(self.layout)]
         return [step for part in _PARTS[path] for step in self.steps(part, context)]
 
     def launches(self, path: str, bucket: int, context: int = 0) -> list[Launch]:
-        """The launches of one round: path BODY, HEAD, TOKEN, NEXT or STEP, padded to `bucket` rows.
+        """The launches of one round, of a path named above, padded to `bucket` rows.
 
         context: tokens that the attention grids reach, a value of Layout.context_bucket; 0 = all.
         """
         context = 0 if path in _HEADS else context or self.layout.limits.context_tokens
         key = (path, bucket, context)
         if key not in self._launches:
-            if path in (TOKEN, STEP):
+            if len(_PARTS[path]) > 1:
                 made = [each for part in _PARTS[path] for each in self.launches(part, bucket, context)]
             else:
                 made = [self._bind(step, bucket) for step in self.steps(path, context)]
@@ -278,7 +287,7 @@ class Rank(Owner):
     def identity(
         self, path: str, bucket: int, pattern: tuple[int, ...] = (), context: int = 0
     ) -> Identity:
-        """What a graph of path BODY, HEAD or NEXT is kept under.  pattern, context: of BODY alone."""
+        """What a graph of a path of one part is kept under.  pattern, context: of BODY alone."""
         if path in _HEADS:
             pattern, context = (), 0
         key = (path, bucket, pattern, context)
@@ -299,7 +308,7 @@ class Rank(Owner):
     def forward(self, path: str, bucket: int, pattern: tuple[int, ...] = (), longest: int = 0,
                 times: int = 1) -> None:
         """Publish the tables and run one round on the compute stream; returns before it is done.
-        With path STEP `times` rounds, one token each.
+        With path STEP or STEP_EDITS `times` rounds, one token each.
 
         Replays the round's graphs where they are wanted and can be made, else runs its launches; same bytes.
         pattern: rows of each window.  longest: tokens of the longest sequence after the round.
@@ -311,7 +320,7 @@ class Rank(Owner):
             context = self.layout.context_bucket(longest)
             for part in _PARTS[path] * times:
                 self._run(part, bucket, pattern, context)
-            if path == STEP:
+            if path in (STEP, STEP_EDITS):
                 self.stream.record(self._done)
             elif path != BODY:
                 size = 4 * bucket
@@ -363,8 +372,9 @@ class Rank(Owner):
         return drawn[: self._n_drawn], drawn[self._n_drawn : 2 * self._n_drawn]
 
     def read_ahead(self) -> np.ndarray:
-        """(sequences, steps_ahead) DRAWN: by slot what the rounds of the last STEP drew, after they are done.
-        How many of a slot's entries are new follows from what it was allowed to draw and from its tokens."""
+        """(sequences, steps_ahead) DRAWN: by slot what the rounds of the last STEP or STEP_EDITS drew, after
+        they are done.  How many of a slot's entries are new follows from what it was allowed to draw and from
+        its tokens."""
         with self.ctx.active():
             self._done.synchronize()
         drawn = self._ahead.host(self._ahead_span).view(DRAWN).reshape(self.layout.limits.sequences, -1)
@@ -382,15 +392,17 @@ class Rank(Owner):
         deep = () if self.deep is None else self.deep.arenas
         return (self._work, *self.pages.arenas, *self.slots.arenas, *deep)
 
-    def open_sequence(self, sampling: Sampling | None = None) -> Sequence:
-        """A new sequence with a zeroed slot.  Raises CapacityError when no slot is free."""
+    def open_sequence(self, sampling: Sampling | None = None, edits: Edits | None = None) -> Sequence:
+        """A new sequence with a zeroed slot.  Raises CapacityError when no slot is free, UsageError on edits
+        of ids outside the vocabulary."""
+        edits = checked_edits(edits, self.layout.config.vocab)
         with Undo() as undo:
             with self.ctx.active():  # leaving it may fail too
                 i_slot = self.slots.take(self.stream)
                 undo.callback(self.slots.give_back, i_slot)
             undo.pop_all()
         self.pages.reserve(i_slot, 0)
-        return Sequence(i_slot, self.layout.limits.context_tokens, sampling or Sampling())
+        return Sequence(i_slot, self.layout.limits.context_tokens, sampling or Sampling(), edits=edits)
 
     def close_sequence(self, sequence: Sequence) -> None:
         """Give pages and slot back, once; a second call does nothing."""

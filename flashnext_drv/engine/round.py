@@ -14,14 +14,16 @@ import numpy as np
 
 from ..errors import ContractError, DriverError, UsageError
 from ..model.layout import bucket_of
-from .rank import BODY, TOKEN, Rank
-from .sequence import Sequence
+from .edits import place_edits
+from .rank import BODY, TOKEN, TOKEN_EDITS, Rank
+from .sequence import Sequence, checked_edits
 
-__all__ = ["EMIT_DRAW", "EMIT_LOGITS", "RoundResult", "Window", "check_windows", "fill_round", "nan_logit",
-           "run_round", "set_sampling"]
+__all__ = ["EMIT_DRAW", "EMIT_EDITS", "EMIT_LOGITS", "RoundResult", "Window", "check_windows",
+           "emit_of_draw", "fill_round", "nan_logit", "run_round", "set_sampling"]
 
 EMIT_LOGITS = 1
 EMIT_DRAW = 2
+EMIT_EDITS = 4  # the draw is from edited logits
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Window:
 @dataclass(frozen=True)
 class RoundResult:
     """tokens: one drawn id per window (-1 where none was asked).  logits: (rows, V) float32 of windows that
-    asked, in order, or None."""
+    asked, in order, raw also where a sequence edits what it draws from, or None."""
 
     tokens: list[int]
     logits: np.ndarray | None
@@ -75,9 +77,13 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
                 rank.ngram.publish(rank.stream)
         pattern = tuple(window.n_rows for window in windows)
         longest = max(window.sequence.position + window.n_rows for window in windows)
-        rank.forward(TOKEN if head else BODY, bucket, pattern, longest)
+        edits = place_edits(rank, [(window.sequence, window.sequence.n_done + window.n_rows)
+                                   for window in windows if window.draw])
+        rank.forward((TOKEN_EDITS if edits else TOKEN) if head else BODY, bucket, pattern, longest)
         for window in windows:
             window.sequence.n_done += window.n_rows
+            if window.draw:
+                window.sequence.drew(window.sequence.n_done)
     except BaseException as error:  # some launches may have run: no state is where n_done says
         for window in windows:
             window.sequence.fail(error)
@@ -92,7 +98,7 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
 
 def check_windows(windows: List[Window], vocab: int) -> None:
     """Raises UsageError on a window that cannot run: overlapping, closed, failed, of rows that are not
-    pending or of ids outside the vocabulary."""
+    pending, of ids outside the vocabulary, or with edits of such."""
     if len({id(window.sequence) for window in windows}) != len(windows):
         raise UsageError("a sequence stands in two windows of one round", windows=len(windows))
     for window in windows:
@@ -102,6 +108,8 @@ def check_windows(windows: List[Window], vocab: int) -> None:
         if sequence.failed:
             raise UsageError("a sequence's state is unknown after a failed round", slot=sequence.i_slot,
                              because=sequence.failed, do="close it and start again from its tokens")
+        if sequence.listed is None or sequence.listed[0] is not sequence.edits:
+            checked_edits(sequence.edits, vocab)  # a kernel would write outside the row's logits
         if not 1 <= window.n_rows <= sequence.n_pending:
             raise UsageError(
                 "a window holds 1 row to all pending rows", rows=window.n_rows, pending=sequence.n_pending
@@ -124,6 +132,11 @@ def set_sampling(rank: Rank, sequence: Sequence) -> None:
     slot = rank.tables.slots[sequence.i_slot]
     for name in ("seed", "temperature", "top_p", "min_p", "top_k"):
         slot[name] = getattr(sequence.sampling, name)
+
+
+def emit_of_draw(sequence: Sequence) -> int:
+    """Emit flags of the row that a sequence draws from."""
+    return EMIT_DRAW | (EMIT_EDITS if sequence.edits.active else 0)
 
 
 def nan_logit(sequence: Sequence, position: int) -> ContractError:
@@ -151,7 +164,7 @@ def fill_round(rank: Rank, windows: List[Window], bucket: int) -> None:
         for i_id in range(sequence.n_done, sequence.n_done + window.n_rows):
             last = i_id == sequence.n_done + window.n_rows - 1
             kept = window.logits and i_id >= sequence.n_done + window.skip
-            emit = (EMIT_LOGITS if kept else 0) | (EMIT_DRAW if window.draw and last else 0)
+            emit = (EMIT_LOGITS if kept else 0) | (emit_of_draw(sequence) if window.draw and last else 0)
             tables.rows[i_row] = (
                 sequence.i_slot,
                 i_run,

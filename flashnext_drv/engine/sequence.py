@@ -6,6 +6,7 @@ Made by engine/rank.py; holds ids into pools and no driver object.  What must st
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
@@ -14,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CapacityError, UsageError
+from ..model.layout import MOST_EDITS
 
-__all__ = ["Sampling", "Sequence", "checked_ids"]
+__all__ = ["Edits", "Sampling", "Sequence", "checked_edits", "checked_ids"]
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
-                raise UsageError(f"{name} is no number", value=value, range=f"{low}..{high}")
-            if not low <= value <= high:  # neither NaN nor an infinity is
-                raise UsageError(f"{name} is outside its range", value=value, range=f"{low}..{high}")
+            _check_number(name, getattr(self, name), low, high)
         if self.top_p == 0.0:
             raise UsageError(
                 "top_p must be above 0", value=self.top_p, do="use top_k=1 for the likeliest token"
@@ -52,6 +50,63 @@ class Sampling:
             raise UsageError("seed is outside its range", value=self.seed, range="0..2^64-1")
 
 
+@dataclass(frozen=True)
+class Edits:
+    """What is done to a sequence's logits before its tokens are drawn.  The ones that callers read stay raw.
+
+    repetition: divides positive logits of ids in prompt or output, multiplies others; 0.01..100, 1 is off.
+    presence, frequency: taken off the logits of ids in the output, once and times how often; -100..100.
+    bias: pairs (id, what is added), -1000..1000, or -inf: the id is never drawn.  min_new_tokens: tokens
+    drawn before one of stop_ids may be; without stop_ids those of the request.
+    The output begins behind the token that gave the sequence's first draw: what was appended later counts,
+    drawn or not.  The steps and their order: edit_v1 in cuda_src/ARITHMETIC.md.
+    """
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    min_new_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_number("repetition", self.repetition, 0.01, 100.0)
+        _check_number("presence", self.presence, -100.0, 100.0)
+        _check_number("frequency", self.frequency, -100.0, 100.0)
+        n = self.min_new_tokens
+        if isinstance(n, bool) or not isinstance(n, int | np.integer) or not 0 <= n < 1 << 31:
+            raise UsageError("min_new_tokens is an integer, 0 to 2^31-1", value=n)
+        try:
+            pairs = [(operator.index(token), value) for token, value in self.bias]
+            stops = [operator.index(token) for token in self.stop_ids]
+        except (TypeError, ValueError) as error:
+            raise UsageError("bias is pairs of an id and a number, stop_ids a list of ids",
+                             because=str(error)) from error
+        for token, value in pairs:
+            if not (isinstance(value, float | np.floating) and value == -math.inf):
+                _check_number(f"bias of id {token}", value, -1000.0, 1000.0)
+        if len({token for token, _ in pairs}) != len(pairs):
+            raise UsageError("an id is biased twice", ids=len(pairs))
+        if len(pairs) + len(set(stops)) > MOST_EDITS:
+            raise UsageError("bias and stop_ids name too many ids", ids=len(pairs) + len(set(stops)),
+                             limit=MOST_EDITS)
+        object.__setattr__(self, "bias", tuple((token, float(value)) for token, value in sorted(pairs)))
+        object.__setattr__(self, "stop_ids", tuple(sorted(set(stops))))
+
+    @property
+    def active(self) -> bool:
+        """Whether any logit can change."""
+        penalties = self.repetition != 1.0 or self.presence != 0.0 or self.frequency != 0.0
+        return penalties or bool(self.bias) or bool(self.min_new_tokens and self.stop_ids)
+
+
+def _check_number(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
+        raise UsageError(f"{name} is no number", value=value, range=f"{low}..{high}")
+    if not low <= value <= high:  # neither NaN nor an infinity is
+        raise UsageError(f"{name} is outside its range", value=value, range=f"{low}..{high}")
+
+
 @dataclass(eq=False)
 class Sequence:
     """One live sequence.
@@ -60,6 +115,8 @@ class Sequence:
     tokens.
     before: the two tokens in front of ids (newest first), for a state that did not start at position 0.
     failed: the error that stopped a round this sequence was in; its state is unknown from then on.
+    edits: of its logits; another one may be set between rounds.  n_prompt: how many of ids were there when it
+    first drew, None before.  listed: the edits whose list the device has, and how many of ids are in it.
     """
 
     i_slot: int
@@ -71,6 +128,9 @@ class Sequence:
     before: tuple[int, int] | None = None
     closed: bool = False
     failed: str = ""
+    edits: Edits = field(default_factory=Edits)
+    n_prompt: int | None = None
+    listed: tuple[Edits, int] | None = None
 
     @property
     def position(self) -> int:
@@ -84,6 +144,18 @@ class Sequence:
     def fail(self, error: BaseException) -> None:
         """Its state is unknown from now on, because of `error`."""
         self.failed = self.failed or str(error) or type(error).__name__
+
+    def drew(self, n_before: int) -> None:
+        """Rows that draw have run; all ids done are in the list, if there is one.  n_before: ids at or before
+        the first of these rows."""
+        if self.n_prompt is None:
+            self.n_prompt = n_before
+        if self.edits.active:
+            self.listed = (self.edits, self.n_done)
+
+    def lists(self, n_ids: int) -> bool:
+        """Whether the device has a list of the edits as they are, with the first n_ids ids or one more."""
+        return self.listed is not None and self.listed[0] is self.edits and self.listed[1] - n_ids in (0, 1)
 
     def extend(self, ids: Ids[int]) -> None:
         """Append pending tokens; whether the vocabulary has them is asked when they run.
@@ -127,6 +199,19 @@ class Sequence:
         if self.before is not None and -at <= 2:
             return self.before[-at - 1]
         return eos
+
+
+def checked_edits(edits: Edits | None, vocab: int) -> Edits:
+    """`edits`, or those that edit nothing.  Raises UsageError on anything else, and on ids outside
+    0..vocab-1."""
+    if edits is None:
+        return Edits()
+    if not isinstance(edits, Edits):
+        raise UsageError("edits is an Edits", value=edits)
+    ids = [*(token for token, _ in edits.bias), *edits.stop_ids]
+    if ids:
+        checked_ids(ids, vocab)
+    return edits
 
 
 def checked_ids(ids: object, vocab: int) -> list[int]:

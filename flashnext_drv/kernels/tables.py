@@ -1,5 +1,5 @@
-"""numpy dtypes of the device tables in cuda_src/tables.cuh and token/ahead.cuh; a host test compares sizes
-and offsets of both sides.
+"""numpy dtypes of the device tables in cuda_src/tables.cuh, token/ahead.cuh and token/edits.cuh; a host test
+compares sizes and offsets of both sides.
 
 Used by state/tables.py (host shadows) and the contract cases.  Field meanings stand there.
 """
@@ -10,9 +10,10 @@ from typing import Final
 
 import numpy as np
 
-__all__ = ["AHEAD", "CACHE", "CODEBOOKS", "COUNTERS", "DRAWN", "FILL", "FORMAT_BF16", "FORMAT_EXL3",
-           "FORMAT_F16", "HOME", "LINE", "LINEAR", "MOST_STOPS", "NO_LINE", "PAGE", "PAGE_TOKENS", "ROUND",
-           "ROUTE", "ROW", "RUN", "SLOT", "TILE", "USE", "WEIGHT", "exl3_format"]
+__all__ = ["AHEAD", "CACHE", "CODEBOOKS", "COUNTERS", "DRAWN", "EDIT", "EDITS", "EMIT_EDITED", "FILL",
+           "FORMAT_BF16", "FORMAT_EXL3", "FORMAT_F16", "HOME", "LINE", "LINEAR", "MOST_STOPS", "NO_LINE",
+           "PAGE", "PAGE_TOKENS", "ROUND", "ROUTE", "ROW", "RUN", "SEEN_ONE", "SEEN_PROMPT", "SEEN_STOP",
+           "SLOT", "TILE", "USE", "WEIGHT", "exl3_format"]
 
 PAGE_TOKENS: Final = 64
 FORMAT_EXL3: Final = 0
@@ -20,6 +21,10 @@ FORMAT_F16: Final = 1
 FORMAT_BF16: Final = 2
 NO_LINE: Final = 0xFFFFFFFF
 MOST_STOPS: Final = 12
+SEEN_PROMPT: Final = 1
+SEEN_STOP: Final = 2
+SEEN_ONE: Final = 4
+EMIT_EDITED: Final = 6
 CODEBOOKS: Final = ("3inst", "mcg", "mul1")
 
 ROUND: Final = np.dtype([("n_rows", "<u4"), ("n_runs", "<u4"), ("rows_cap", "<u4"), ("version", "<u4")])
@@ -47,6 +52,10 @@ FILL: Final = np.dtype([("to", "<u8"), ("from", "<u8"), ("bytes", "<u4"), ("pad"
 AHEAD: Final = np.dtype([("left", "<u4"), ("drawn", "<u4"), ("n_stops", "<u4"), ("pad", "<u4"),
                          ("stops", "<u4", (MOST_STOPS,))])
 DRAWN: Final = np.dtype([("token", "<u4"), ("status", "<u4")])
+EDITS: Final = np.dtype([("n_entries", "<u4"), ("counted", "<u4"), ("stops_from", "<u4"),
+                         ("repetition", "<f4"), ("presence", "<f4"), ("frequency", "<f4"), ("pad0", "<u4"),
+                         ("pad1", "<u4")])
+EDIT: Final = np.dtype([("id", "<u4"), ("seen", "<u4"), ("bias", "<f4"), ("raw", "<f4")])
 
 
 def exl3_format(bits: float, codebook: str) -> int:

@@ -1,4 +1,5 @@
-"""Declarations of the token family: embedding rows, rotary rows, n-gram rows, the n-gram mixer (PLE), draws.
+"""Declarations of the token family: embedding rows, rotary rows, n-gram rows, the n-gram mixer (PLE), draws,
+edits of logits.
 
 Read by build_kernels.py, kernels/bind.py, sim/build.py and check/cases_token.py.  Sources: cuda_src/token.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import planted_ahead
+from . import planted_ahead, planted_edits
 from . import planted_token as planted
 from .limits import limits_of
 from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec
@@ -258,5 +259,43 @@ ADVANCE_ROWS: Final = KernelSpec(
            _ahead("sixteen", "gsglgcgnggSgrgog", 16, 8),
            _ahead("most", "gggsgggg" * 4, 32, 2)))
 
+
+def _edits(name: str, what: str, cap: int, vocab: int, room: int, restore: int = 0, *shows: str) -> Case:
+    """what: a letter a row; room: entries a slot has (check/cases_edits.py)."""
+    return Case(name, {"what": what, "cap": cap, "vocab": vocab, "room": room, "restore": restore},
+                shows=shows)
+
+
+EDIT_LOGITS: Final = KernelSpec(
+    name="edit_logits", source="token/edit_logits.cu", order="edit_v1",
+    args=(_ROUND, _ROWS,
+          Arg("edits", PTR, "(n_slots) of FnEdits and the slot's FnEdit[cap] behind it", "rw"),
+          Arg("logits", PTR, "(rows_cap, vocab) f32", "rw"),
+          Arg("vocab", U32, "tokens"),
+          Arg("cap", U32, "entries a slot may have"),
+          Arg("restore", U32, "0 edits, 1 puts the raw logits back")),
+    programmatic=True,
+    grid="(rows_cap)", block=1024, shared_bytes=4, limits=limits_of("edit_logits"),
+    rows={"rows": 0, "logits": 0},
+    exempt={"order": "the only kernel of its order",
+            "midpoints": "outputs are f32: nothing is rounded to f16"},
+    controls=planted_edits.EDIT_LOGITS,
+    reference="edits.edit_logits", bound="exact: single steps of fp32, each rounded to nearest",
+    cases=(_edits("one_row", "c", 1, 512, 41),
+           _edits("one_entry", "1", 1, 96, 8),
+           _edits("no_entry", "0a", 2, 96, 8),
+           _edits("kinds", "cakxnes0", 8, 500, 64),
+           _edits("padding", "cak", 8, 100, 20),
+           _edits("full", "fcfa", 4, 300, 24),
+           _edits("stops", "sStT", 4, 300, 40),
+           _edits("many", "cak", 3, 4099, 2600),
+           _edits("sixteen", "cakxnesScaknfs0a", 16, 333, 48),
+           _edits("no_rows", "", 4, 64, 8),
+           _edits("plain_numbers", "iIi", 3, 400, 60, 0, "integers"),
+           _edits("not_finite", "cNsN", 4, 256, 40, 0, "nonfinite"),
+           _edits("restore", "caknes0", 8, 500, 64, 1),
+           _edits("restore_many", "ck", 2, 4099, 2600, 1),
+           _edits("restore_not_finite", "NN", 3, 256, 40, 1)))
+
 KERNELS: Final = (EMBED_ROWS, ROPE_ROWS, NGRAM_ROWS, PLE_MIX, PLE_GATE, PLE_CONV, PLE_TAIL, DRAW_ROWS,
-                  ADVANCE_ROWS)
+                  ADVANCE_ROWS, EDIT_LOGITS)

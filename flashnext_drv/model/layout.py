@@ -24,6 +24,7 @@ __all__ = [
     "DEEP_MODES",
     "MAX_CHUNK",
     "MAX_LINES",
+    "MOST_EDITS",
     "NGRAM_MODES",
     "Cursor",
     "Layout",
@@ -43,6 +44,7 @@ MAX_CHUNK = 16384
 DEEP_MODES = ("open", "request", "off")
 NGRAM_MODES = ("pinned", "mapped")
 MAX_LINES = 1024  # what a router kernel chooses from
+MOST_EDITS = 1024  # ids that one sequence may bias or forbid
 ALIGN = 256
 _PAGE_ORDER = re.compile(r"forward|reversed|shuffled:[0-9]{1,18}")
 
@@ -348,8 +350,19 @@ class Layout:
         """The pinned ring of drawn tokens, FnDrawn (sequences, steps_ahead)."""
         return self.limits.sequences * self.limits.steps_ahead * t.DRAWN.itemsize
 
+    @property
+    def edit_cap(self) -> int:
+        """Entries of a slot's list of logit edits: as many ids as its sequence can hold or bias."""
+        return min(self.config.vocab, self.limits.context_tokens + MOST_EDITS)
+
+    @property
+    def edit_bytes(self) -> int:
+        """A slot's head and list of logit edits."""
+        return t.EDITS.itemsize + self.edit_cap * t.EDIT.itemsize
+
     def table_bytes(self) -> int:
-        """The tables arena: round rows, slots, pages, linear descriptors, expert lines, line caches."""
+        """The tables arena: round rows, slots, pages, logit edits, linear descriptors, expert lines, line
+        caches."""
         at = Cursor()
         at.take(
             t.ROUND.itemsize
@@ -357,6 +370,7 @@ class Layout:
             + self.limits.sequences * (t.SLOT.itemsize + t.AHEAD.itemsize)
         )
         at.take(self.limits.sequences * self.pages_per_sequence * t.PAGE.itemsize)
+        at.take(self.limits.sequences * self.edit_bytes)
         for group in self.groups.values():
             at.take(len(group.members) * t.LINEAR.itemsize)
         for _ in range(self.config.n_layers):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ..kernels.tables import FORMAT_BF16, FORMAT_F16
 from .layout import Layout
 
-__all__ = ["Step", "Value", "ahead_steps", "body_steps", "draw_steps", "head_steps"]
+__all__ = ["Step", "Value", "ahead_steps", "body_steps", "draw_steps", "edit_steps", "head_steps"]
 
 Value = str | int | float
 FILL_BLOCKS = 64  # of line_fill; 8 reach the link's rate
@@ -101,6 +101,23 @@ def draw_steps(layout: Layout) -> Iterator[Step]:
             "tokens": "tokens",
             "status": "status",
             "vocab": layout.config.vocab,
+        },
+        "draw",
+    )
+
+
+def edit_steps(layout: Layout, restore: bool) -> Iterator[Step]:
+    """Edit the logits of rows that ask for it, or, behind the draws, put the raw ones back."""
+    yield Step(
+        "edit_logits",
+        ("rows",),
+        {
+            "rows": "rows",
+            "edits": "edits",
+            "logits": "logits",
+            "vocab": layout.config.vocab,
+            "cap": layout.edit_cap,
+            "restore": int(restore),
         },
         "draw",
     )

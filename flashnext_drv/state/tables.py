@@ -5,9 +5,13 @@ rounds. What must stay true: the device tables lie at fixed addresses for the ra
 launches keep their arguments; a round sees exactly the bytes of the last publish before it on the same
 stream.
 
-    device arena "tables": [round | rows | runs | slots | aheads] [pages: sequences x pages] [linears] [lines]
+    device arena "tables": [round | rows | runs | slots | aheads] [pages: sequences x pages]
+                           [edits: sequences x (head, list)] [linears] [lines]
     pinned "tables.staging": two halves of [round .. aheads | pages]; a half is written again after the event
     that its last copy recorded
+
+Lists of logit edits have no shadow: kernel edit_logits goes on writing them, and engine/edits.py sends one
+anew only where it does not end at its sequence's tokens.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class DeviceTables(Owner):
             undo.callback(self._arena.close)
             self._head = self._arena.span("head", head)
             self._pages = self._arena.span("pages", page_bytes)
+            self._edits = self._arena.span("edits", n_slots * layout.edit_bytes)
             self._staging = PinnedArena(ctx, "tables.staging", staging_bytes(layout))
             undo.callback(self._staging.close)
             self._halves: list[tuple[Span, np.ndarray, Event]] = []
@@ -53,7 +58,8 @@ class DeviceTables(Owner):
             self._undo = undo.pop_all()
         self._shadow = np.zeros(head, np.uint8)
         at = 0
-        self.spans: dict[str, Span] = {}
+        self.spans: dict[str, Span] = {"edits": self._edits}
+        self._edit_bytes = layout.edit_bytes
         views = []
         for name, dtype, count in (
             ("round", t.ROUND, 1),
@@ -104,6 +110,12 @@ class DeviceTables(Owner):
         self._used[self._i_half] = True
         self._i_half ^= 1
         return n_head + size
+
+    def put_edits(self, stream: Stream, i_slot: int, head: np.ndarray, entries: np.ndarray) -> None:
+        """Send a slot's logit edits in stream order.  head: (1,) EDITS; entries: (n,) EDIT, n at most
+        Layout.edit_cap."""
+        both = np.concatenate([head.view(np.uint8), entries.view(np.uint8)])
+        copy_to_device(stream, self._edits.sub(i_slot * self._edit_bytes, both.nbytes), both)
 
     def store(self, stream: Stream, name: str, rows: np.ndarray) -> Span:
         """Place a table that never changes (linear descriptors, expert lines); returns its span."""

@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STRUCTS = {"FnRound": tables.ROUND, "FnRow": tables.ROW, "FnRun": tables.RUN, "FnSlot": tables.SLOT,
            "FnPage": tables.PAGE, "FnWeight": tables.WEIGHT, "FnLinear": tables.LINEAR, "FnLine": tables.LINE,
            "FnRoute": tables.ROUTE, "FnTile": tables.TILE, "FnHome": tables.HOME, "FnUse": tables.USE,
-           "FnCache": tables.CACHE, "FnFill": tables.FILL, "FnAhead": tables.AHEAD, "FnDrawn": tables.DRAWN}
+           "FnCache": tables.CACHE, "FnFill": tables.FILL, "FnAhead": tables.AHEAD, "FnDrawn": tables.DRAWN,
+           "FnEdits": tables.EDITS, "FnEdit": tables.EDIT}
 C_TYPES = {"u32": "<u4", "u64": "<u8", "float": "<f4", "FnWeight": tables.WEIGHT}
 
 
@@ -105,7 +106,7 @@ def test_parameter_offsets_follow_natural_alignment() -> None:
 @pytest.mark.parametrize("name", STRUCTS)
 def test_device_tables_have_the_layout_of_the_structs(name: str) -> None:
     text = "".join((ROOT / "cuda_src" / path).read_text(encoding="utf-8")
-                   for path in ("tables.cuh", "token/ahead.cuh"))
+                   for path in ("tables.cuh", "token/ahead.cuh", "token/edits.cuh"))
     text = re.sub(r"//[^\n]*", "", text)
     body = re.search(rf"struct {name} \{{(.*?)\}};", text, re.DOTALL)
     assert body is not None

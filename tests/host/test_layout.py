@@ -65,7 +65,8 @@ def test_pages_and_what_follows_from_the_context() -> None:
     lines = 4 * aligned(17 * t.LINE.itemsize)
     linears = sum(aligned(len(g.members) * t.LINEAR.itemsize) for g in made.groups.values())
     head = t.ROUND.itemsize + t.ROW.itemsize + t.RUN.itemsize + 2 * (t.SLOT.itemsize + 64)
-    assert made.table_bytes() == aligned(head) + aligned(2 * 2 * 16) + linears + lines
+    edits = aligned(2 * (32 + 16 * 512))  # as many ids as the vocabulary has
+    assert made.table_bytes() == aligned(head) + aligned(2 * 2 * 16) + edits + linears + lines
 
 
 def test_rounding_of_sizes() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flashnext_drv.engine.sequence import Sampling, Sequence, checked_ids
+from flashnext_drv.engine.edits import edit_list
+from flashnext_drv.engine.sequence import Edits, Sampling, Sequence, checked_ids
 from flashnext_drv.errors import CapacityError, UsageError
 
 pytestmark = pytest.mark.host
@@ -101,3 +102,99 @@ def test_ids_at_the_edge_of_the_vocabulary() -> None:
     for kind in ([1.0], [True], ["1"]):
         with pytest.raises(UsageError, match="are integers"):
             checked_ids(kind, 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("repetition", 0.01),
+        ("repetition", 100),
+        ("presence", -100.0),
+        ("presence", np.float32(2)),
+        ("frequency", 100.0),
+        ("bias", ((0, -1000.0), (5, 1000.0))),
+        ("bias", ((7, float("-inf")),)),
+        ("bias", tuple((i, 1.0) for i in range(1024))),
+        ("min_new_tokens", 2**31 - 1),
+        ("min_new_tokens", np.int64(3)),
+        ("stop_ids", tuple(range(1024))),
+    ],
+)
+def test_edits_take_their_edges(name: str, value: object) -> None:
+    assert getattr(Edits(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("repetition", 0.0099, "outside"),
+        ("repetition", 100.1, "outside"),
+        ("repetition", float("nan"), "outside"),
+        ("repetition", True, "no number"),
+        ("presence", 100.5, "outside"),
+        ("presence", "1", "no number"),
+        ("frequency", float("inf"), "outside"),
+        ("frequency", None, "no number"),
+        ("bias", ((1, 1000.5),), "outside"),
+        ("bias", ((1, float("nan")),), "outside"),
+        ("bias", ((1, float("inf")),), "outside"),
+        ("bias", ((1, "2"),), "no number"),
+        ("bias", ((1.5, 2.0),), "pairs"),
+        ("bias", ((1, 2.0, 3.0),), "pairs"),
+        ("bias", {1: 2.0}, "pairs"),
+        ("bias", None, "pairs"),
+        ("bias", ((1, 2.0), (1, 3.0)), "twice"),
+        ("bias", tuple((i, 1.0) for i in range(1025)), "too many"),
+        ("min_new_tokens", -1, "an integer"),
+        ("min_new_tokens", 2**31, "an integer"),
+        ("min_new_tokens", 1.0, "an integer"),
+        ("min_new_tokens", False, "an integer"),
+        ("stop_ids", ("a",), "a list of ids"),
+        ("stop_ids", 3, "a list of ids"),
+        ("stop_ids", range(1025), "too many"),
+    ],
+)
+def test_edits_refuse(name: str, value: object, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        Edits(**{name: value})  # type: ignore[arg-type]
+
+
+def test_edits_that_change_nothing_are_not_active() -> None:
+    assert not Edits().active and not Edits(stop_ids=(1,)).active and not Edits(min_new_tokens=3).active
+    assert Edits(bias=((2, 0.0),)).active and Edits(frequency=-0.1).active and Edits(repetition=0.9).active
+    assert Edits(bias=[(5, 1), (2, -1)], stop_ids=[9, 9, 4]) == Edits(  # type: ignore[arg-type]
+        bias=((2, -1.0), (5, 1.0)), stop_ids=(4, 9))
+
+
+@pytest.mark.parametrize("repetition", [1.0, 1.3])
+@pytest.mark.parametrize(("n_prompt", "end"), [(None, 5), (3, 5), (3, 8), (5, 5)])
+def test_the_list_of_edits(repetition: float, n_prompt: int | None, end: int) -> None:
+    """Every id once with what is known of it, from the ids up to `end`."""
+    edits = Edits(repetition, 0.5, 0.25, bias=((9, 2.0), (4, -1.0)), min_new_tokens=6, stop_ids=(4, 70))
+    ids = [4, 9, 4, 30, 4, 31, 30, 30, 8]
+    sequence = Sequence(0, 64, edits=edits, ids=ids, n_prompt=n_prompt, first_position=100)
+    head, entries = edit_list(sequence, end)
+    n = n_prompt or end
+    prompt, output = set(ids[:n]) if repetition != 1 else set(), ids[n:end]
+    wanted = {
+        token: (int(token in prompt) + 2 * (token in (4, 70)) + 4 * output.count(token),
+                dict(edits.bias).get(token, 0.0))
+        for token in prompt | set(output) | {9, 4, 70}
+    }
+    assert {int(e["id"]): (int(e["seen"]), float(e["bias"])) for e in entries} == wanted
+    assert head["n_entries"] == len(entries) == len(wanted)
+    assert head["counted"] == 100 + end and head["stops_from"] == 100 + n - 1 + 6
+    assert [float(head[name][0]) for name in ("repetition", "presence", "frequency")] == [
+        float(np.float32(repetition)), 0.5, 0.25]
+
+
+def test_when_a_list_must_be_sent_anew() -> None:
+    sequence = Sequence(0, 64, edits=Edits(presence=1.0), ids=[1, 2, 3, 4], n_done=3)
+    assert not sequence.lists(3), "never sent"
+    sequence.drew(2)
+    assert sequence.n_prompt == 2 and sequence.lists(3) and sequence.lists(2)
+    assert not sequence.lists(4) and not sequence.lists(1)
+    sequence.drew(3)
+    assert sequence.n_prompt == 2, "the first draw's"
+    sequence.edits = Edits(presence=1.0)
+    assert not sequence.lists(3), "another one"

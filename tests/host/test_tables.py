@@ -15,12 +15,15 @@ pytestmark = pytest.mark.host
 
 def test_defines_of_the_kernels_are_those_of_the_host() -> None:
     text = "".join((catalog.source_root() / path).read_text(encoding="utf-8")
-                   for path in ("tables.cuh", "token/ahead.cuh"))
+                   for path in ("tables.cuh", "token/ahead.cuh", "token/edits.cuh"))
     found = {name: int(value, 0) for name, value in re.findall(r"#define FN_(\w+) (\w+)u\n", text)}
     assert found == {"FORMAT_EXL3": t.FORMAT_EXL3, "FORMAT_F16": t.FORMAT_F16, "FORMAT_BF16": t.FORMAT_BF16,
-                     "PAGE_TOKENS": t.PAGE_TOKENS, "NO_LINE": t.NO_LINE, "MOST_STOPS": t.MOST_STOPS}
+                     "PAGE_TOKENS": t.PAGE_TOKENS, "NO_LINE": t.NO_LINE, "MOST_STOPS": t.MOST_STOPS,
+                     "SEEN_PROMPT": t.SEEN_PROMPT, "SEEN_STOP": t.SEEN_STOP, "SEEN_ONE": t.SEEN_ONE,
+                     "EMIT_EDITED": t.EMIT_EDITED}
     assert found == {"FORMAT_EXL3": 0, "FORMAT_F16": 1, "FORMAT_BF16": 2, "PAGE_TOKENS": 64,
-                     "NO_LINE": 2**32 - 1, "MOST_STOPS": 12}
+                     "NO_LINE": 2**32 - 1, "MOST_STOPS": 12, "SEEN_PROMPT": 1, "SEEN_STOP": 2,
+                     "SEEN_ONE": 4, "EMIT_EDITED": 6}
 
 
 @pytest.mark.parametrize("codebook", t.CODEBOOKS)
