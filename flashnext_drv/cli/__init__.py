@@ -11,6 +11,6 @@ from typing import Final
 __all__ = ["COMMANDS"]
 
 COMMANDS: Final = (
-    "doctor", "inspect", "plan", "synth", "generate", "logits", "chat",
+    "doctor", "inspect", "plan", "synth", "generate", "logits", "serve", "chat",
     "check", "records", "trace",
 )
