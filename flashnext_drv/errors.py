@@ -28,8 +28,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 __all__ = ["BuildError", "Cancelled", "CapacityError", "CheckpointError", "ContextLost", "ContractError",
-           "Deadlock", "DriverError", "DriverMissing", "FlashNextError", "LeakError", "OutOfBounds",
-           "OutOfMemory", "PoisonRead", "RaceFound", "RemoteError", "SimError", "UsageError", "bytes_text"]
+           "Deadlock", "Draining", "DriverError", "DriverMissing", "FlashNextError", "LeakError",
+           "OutOfBounds", "OutOfMemory", "PoisonRead", "QueueFull", "RaceFound", "RemoteError", "SimError",
+           "UsageError", "bytes_text"]
 
 
 _MOST_SHOWN: Final = 400    # characters of one fact in a message; the field itself stays whole

@@ -66,17 +66,15 @@ class Ask:
     seed: int = 0
 
     def body(self, model: str = "") -> dict[str, Any]:
-        """Of POST /v1/completions: token ids in and out, streamed, usage and runtime block at the end."""
+        """Of POST /v1/generate: token ids in and out, streamed, usage and runtime block at the end."""
         return {
             **({"model": model} if model else {}),
-            "prompt": list(self.ids),
-            "max_tokens": self.new_tokens,
+            "ids": list(self.ids),
+            "max_new_tokens": self.new_tokens,
             "temperature": self.temperature,
             "seed": self.seed,
             "ignore_eos": True,
-            "return_token_ids": True,
             "stream": True,
-            "stream_options": {"include_usage": True},
         }
 
 
@@ -143,7 +141,7 @@ def ask(target: Target, request: Ask, cut: Cut | None = None) -> Reply:
         reading.socket = connection.sock
         reading.sent_at = time.perf_counter()
         headers = target.headers() | {"X-Request-Id": reading.request_id}
-        connection.request("POST", f"{prefix}/v1/completions", body, headers)
+        connection.request("POST", f"{prefix}/v1/generate", body, headers)
         reading.run()
     except (OSError, http.client.HTTPException, RemoteError) as error:
         if not (reading.cut and reading.cut_how == "disconnect"):
@@ -263,14 +261,13 @@ class _Reading:
             raise RemoteError("an event is no JSON object", data=event.data)
         if "error" in told and told["error"] is not None:
             self.error = f"the server said: {json.dumps(told['error'])}"
-        for choice in told.get("choices") or ():
-            ids, why = (choice.get("token_ids") or [], choice.get("finish_reason")) \
-                if isinstance(choice, dict) else (None, None)
-            if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-                raise RemoteError("a choice without a list of integer token ids", data=event.data)
-            self.tokens += ids
-            self.token_at += [now] * len(ids)
-            self.finish = self.finish if why is None else str(why)
+        ids = told.get("tokens", [])
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            raise RemoteError("tokens are no list of integer token ids", data=event.data)
+        self.tokens += ids
+        self.token_at += [now] * len(ids)
+        if told.get("finish_reason") is not None:
+            self.finish = str(told["finish_reason"])
         for name in ("usage", "runtime"):
             if isinstance(told.get(name), dict):
                 setattr(self, name, told[name])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from ..errors import RemoteError, UsageError
 from .client import Ask, Reply, Target, get_json
@@ -18,6 +18,7 @@ from .evidence import Verdict, ids_hash, overlap, problems, row, same_hash, verd
 __all__ = ["Control", "Notes", "Say", "Site", "find_site"]
 
 Say = Callable[[str], None]
+_COUNTS: Final = ("queued", "prompting", "decoding", "free_slots", "free_pages", "draining")
 
 
 class Control(Protocol):
@@ -60,6 +61,15 @@ class Site:
     def status(self) -> Any:
         """Queue, slots and totals, as /status tells them."""
         return self.json("/status")
+
+    def counts(self) -> dict[str, int]:
+        """queued, prompting, decoding requests, free_slots and free_pages, and whether it is draining (0 or
+        1), by /status.  Raises RemoteError when they are not told."""
+        told = self.status()
+        found = {name: told.get(name) for name in _COUNTS}
+        if not all(type(n) in (int, bool) for n in found.values()):
+            raise RemoteError("/status does not tell where requests are", because=str(found))
+        return {name: int(n) for name, n in found.items() if n is not None}
 
     def switch(self, mode: str) -> None:
         """mode: "graph" or "eager".  Raises UsageError on a server that cannot be switched."""

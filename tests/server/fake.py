@@ -3,15 +3,18 @@
 Used by the tests of the clients.  `knobs` is a dictionary that tests change between requests; each name below
 is one lie or fault.  Its tokens depend on a request's ids and seed alone, as the real server's do.
 
-    usage           replaces the usage block ("absent": none)       runtime       the same of the runtime block
-    usage_edit      dict merged into usage, None removes a key      runtime_edit  the same of the runtime block
+    usage           replaces the usage block ("absent": none)       runtime       the same of the runtime one
+    usage_edit      dict merged into usage, None removes a key      runtime_edit  the same of the runtime one
     finish          finish reason                                   done          False: no [DONE]
     drop_after      closes the connection after so many tokens      http          status of the answer
     raw             bytes sent in place of the events               piece         bytes of one chunk
     a_chunk         tokens an event                                 comments      keep-alive comments between
     error_after     an error event after so many tokens             token_s       seconds a token takes
-    wrong_when      streams at once from which on tokens are wrong  gather        wait for so many streams
+    wrong_when      streams at once from which on tokens are wrong  leak          the ledger grows
     one_by_one      streams run one after the other                 type          content type
+
+Its stamps are made up: a token a second from when the request came, so that streams sent together overlap by
+them however busy the machine is; with one_by_one each begins where the one before ended.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 VOCAB = 509
+TOKEN_S = 1.0
 
 
 def hash_of(ids: Sequence[int]) -> str:
@@ -60,20 +64,12 @@ class Fake:
     draining: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
     one: threading.Lock = field(default_factory=threading.Lock)
-    gate: threading.Barrier | None = None
-    base: float = 0.0
-
-    def gather(self, n: int) -> None:
-        """From now on streams wait for each other, n at a time, and share their stamps' start."""
-        def begin() -> None:
-            self.base = time.perf_counter()
-
-        self.gate = threading.Barrier(n, action=begin) if n > 1 else None
+    end: float = 0.0
 
     def status(self) -> dict[str, Any]:
         return {"model": {"name": "fake", "vocab": VOCAB}, "max_streams": self.max_streams,
-                "graphs": self.graphs, "queued": 0, "decoding": self.live,
-                "state": "draining" if self.draining else "ready"}
+                "graphs": self.graphs, "queued": 0, "prompting": 0, "decoding": self.live,
+                "free_slots": self.max_streams - self.live, "free_pages": 9, "draining": self.draining}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -117,9 +113,7 @@ class Handler(BaseHTTPRequestHandler):
     def stream(self, body: dict[str, Any], name: str) -> None:
         fake, knobs = self.fake, self.fake.knobs
         submitted = time.perf_counter()
-        if fake.gate is not None and not knobs.get("one_by_one"):
-            fake.gate.wait(10)
-        base = fake.base if fake.gate is not None and not knobs.get("one_by_one") else submitted
+        base = max(submitted, fake.end) if knobs.get("one_by_one") else submitted
         self.send_response(200)
         self.send_header("Content-Type", knobs.get("type", "text/event-stream; charset=utf-8"))
         self.send_header("Transfer-Encoding", "chunked")
@@ -129,7 +123,7 @@ class Handler(BaseHTTPRequestHandler):
             fake.live += 1
             fake.most_live = max(fake.most_live, fake.live)
         try:
-            self.events(body, name, min(submitted, base), base)
+            self.events(body, name, submitted, base)
         except (ConnectionError, TimeoutError):
             fake.disconnected += 1
             self.close_connection = True
@@ -143,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send(knobs["raw"])
             self.end()
             return
-        tokens = model(body["prompt"], body["max_tokens"], body.get("seed", 0))
+        tokens = model(body["ids"], body["max_new_tokens"], body.get("seed", 0))
         if fake.live >= knobs.get("wrong_when", 1 << 30):
             tokens[-1] = (tokens[-1] + 1) % VOCAB
         sent: list[int] = []
@@ -158,7 +152,7 @@ class Handler(BaseHTTPRequestHandler):
             sent += piece
             for _ in range(knobs.get("comments", 0)):
                 self.send(b": alive\n\n")
-            self.event({"id": name, "choices": [{"index": 0, "text": "", "token_ids": piece}]})
+            self.event({"id": name, "tokens": piece})
             if len(sent) >= knobs.get("drop_after", 1 << 30):
                 raise ConnectionError
             if len(sent) >= knobs.get("error_after", 1 << 30):
@@ -166,20 +160,20 @@ class Handler(BaseHTTPRequestHandler):
                 self.end()
                 return
         n = len(sent)
-        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": n,
-                 "total_tokens": len(body["prompt"]) + n, "prompt_tokens_details": {"cached_tokens": 0}}
-        live = fake.gate.parties if fake.gate is not None and not knobs.get("one_by_one") else 1
-        at = [base + 0.001 * (i + 1) for i in range(n)]
+        usage = {"prompt_tokens": len(body["ids"]), "completion_tokens": n,
+                 "total_tokens": len(body["ids"]) + n, "prompt_tokens_details": {"cached_tokens": 0}}
+        live = 1 if knobs.get("one_by_one") else fake.max_streams
+        at = [base + TOKEN_S * (i + 1) for i in range(n)]
+        fake.end = at[-1] if at else base
         runtime = {
-            "token_sha256": hash_of([*body["prompt"], *sent]), "new_sha256": hash_of(sent),
-            "cached_tokens": 0, "prefilled_tokens": len(body["prompt"]), "decoded_tokens": n,
+            "token_sha256": hash_of([*body["ids"], *sent]), "new_sha256": hash_of(sent),
+            "cached_tokens": 0, "prefilled_tokens": len(body["ids"]), "decoded_tokens": n,
             "counters": {"graph_replays": max(n - 2, 0) if fake.graphs else 0,
                          "eager_rounds": 1 if fake.graphs else n, "expert_hits": 3, "expert_misses": 1},
             "stamps": {"submitted": submitted, "first_token": at[0] if at else None, "done": base + 1},
             "token_at": at, "live_min": live, "live_max": live,
         }
-        last: dict[str, Any] = {"id": name, "choices": [{"index": 0, "text": "", "token_ids": [],
-                                                         "finish_reason": finish}]}
+        last: dict[str, Any] = {"id": name, "tokens": [], "finish_reason": finish}
         for kind, block in (("usage", usage), ("runtime", runtime)):
             block = merged(block, knobs.get(f"{kind}_edit", {}))
             block = knobs.get(kind, block)
