@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..errors import FlashNextError
@@ -28,12 +28,13 @@ _PATIENCE_S: Final = 120.0
 @dataclass(frozen=True)
 class Interrupts:
     """each: of every phase and way.  prompt_tokens: of requests interrupted in the prompt; short_tokens: of
-    the others; new_tokens: of all."""
+    the others; new_tokens: of all, while they are interrupted at least `least_tokens`."""
 
     each: int = 3
     prompt_tokens: int = 16_384
     short_tokens: int = 64
     new_tokens: int = 256
+    least_tokens: int = 256
     phases: tuple[str, ...] = PHASES
     ways: tuple[str, ...] = ("disconnect", "cancel")
 
@@ -59,9 +60,10 @@ def run_interrupts(site: Site, sizes: Interrupts, *, salt: int = 7000) -> dict[s
             notes.reasons.append(f"{phase} by {way}: the server was started elsewhere and cannot be drained")
             continue
         seen = _Seen(site, phase)
-        reply = _one(site, sizes, phase, way, request, seen, salt)
+        long = replace(request, new_tokens=max(sizes.new_tokens, sizes.least_tokens))
+        reply = _one(site, phase, way, long, seen, salt)
         name = f"{phase} by {way} {i}"
-        if not reply.cut or len(reply.tokens) >= request.new_tokens:
+        if not reply.cut or len(reply.tokens) >= long.new_tokens:
             notes.reasons.append(f"{name}: not interrupted")
         if not held(reply, solo[i]):
             notes.reasons.append(f"{name}: {reply.error or 'tokens differ from the solo run'}")
@@ -107,11 +109,9 @@ class _Seen:
         return self.held
 
 
-def _one(
-    site: Site, sizes: Interrupts, phase: str, way: str, request: Ask, seen: _Seen, salt: int
-) -> Reply:
+def _one(site: Site, phase: str, way: str, request: Ask, seen: _Seen, salt: int) -> Reply:
     if phase == "queue":
-        return _behind_others(site, sizes, way, request, seen, salt)
+        return _behind_others(site, way, request, seen, salt)
     if phase == "prompt":
         return ask(site.target, request, Cut(when=seen, how=way))
     if phase == "decode":
@@ -152,12 +152,10 @@ def _all(*conditions: Callable[[], bool]) -> Callable[[], bool]:
     return lambda: all(condition() for condition in conditions)
 
 
-def _behind_others(
-    site: Site, sizes: Interrupts, way: str, request: Ask, seen: _Seen, salt: int
-) -> Reply:
+def _behind_others(site: Site, way: str, request: Ask, seen: _Seen, salt: int) -> Reply:
     """With every slot taken by others, so that the request has to wait."""
     over = threading.Event()
-    others = [Ask(prompt_ids(8, site.vocab, salt + 900 + i), sizes.new_tokens)
+    others = [Ask(prompt_ids(8, site.vocab, salt + 900 + i), request.new_tokens)
               for i in range(site.max_streams)]
     threads = [threading.Thread(target=ask, args=(site.target, other, Cut(when=over.is_set)), daemon=True)
                for other in others]

@@ -80,9 +80,10 @@ def run_load(
 
 
 def held(reply: Reply, solo: Reply) -> bool:
-    """Whether a reply that was given up is the beginning of its solo run, and nothing else went wrong."""
-    n = len(reply.tokens)
-    return not reply.error and n <= len(solo.tokens) and reply.tokens == solo.tokens[:n]
+    """Whether a reply that was given up begins as its solo run does, as far as both go, and nothing else went
+    wrong."""
+    n = min(len(reply.tokens), len(solo.tokens))
+    return not reply.error and reply.tokens[:n] == solo.tokens[:n]
 
 
 def drift(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -68,7 +68,8 @@ def run_workload(
 
 def _legs(site: Site, notes: Notes, mode: str, inputs: Sequence[Ask]) -> list[dict[str, Any]]:
     replays = mode == "graph"
-    warm = ask(site.target, Ask(inputs[0].ids[:64], 16))  # executables of the first rounds are made here
+    # executables of the first rounds are made here
+    warm = ask(site.target, Ask(inputs[0].ids[:64], min(16, inputs[0].new_tokens)))
     if warm.error or warm.status != 200:
         notes.reasons.append(f"{mode} warm-up: {warm.error or warm.status}")
     solo = each_alone(site.target, inputs if replays else inputs[:1])

@@ -12,5 +12,5 @@ __all__ = ["COMMANDS"]
 
 COMMANDS: Final = (
     "doctor", "inspect", "plan", "synth", "generate", "logits", "serve", "chat",
-    "check", "records", "trace",
+    "bench", "check", "records", "trace",
 )

@@ -51,7 +51,8 @@ def test_a_missing_malformed_or_unknown_field_is_named() -> None:
     bad: dict[str, Any] = {
         "command": "", "date": "yesterday", "device": {"name": "X"}, "package_digest": "abc", "results": {},
         "source_digest": None, "client_digest": "C" * 64, "versions": {"python": "3"},
-        "kernels": {"source_digest": "a" * 64, "arch": "sm_90a", "cubins": {"moe": "short"}, "tool": {"n": "1"}},
+        "kernels": {"source_digest": "a" * 64, "arch": "sm_90a", "cubins": {"moe": "short"},
+                    "tool": {"n": "1"}},
         "tree": {"commit": "HEAD", "sealed": good["date"]},
     }
     for name, value in bad.items():
@@ -76,8 +77,9 @@ def test_what_runs_is_covered_and_nothing_else() -> None:
 def repository(tmp_path: Path) -> Callable[..., str]:
     """repository(path=content, ...) writes and commits; gives the commit."""
     def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t", *words],
-                              capture_output=True, text=True, check=True)
+        who = ("-c", "user.name=t", "-c", "user.email=t@t")
+        done = subprocess.run(["git", "-C", str(tmp_path), *who, *words], capture_output=True, text=True,
+                              check=True)
         return done.stdout.strip()
 
     git("init", "-q")
@@ -146,7 +148,8 @@ def test_other_sources_are_not_quoted(tmp_path: Path, capsys: pytest.CaptureFixt
     assert tool.main(["quote", str(path)]) == 0
     assert "tests/receipts/r.json" in capsys.readouterr().out
     bad = {"kind": "decode", "verdict": {"qualified": False, "reasons": ["why"]}, "replies": []}
-    for change, words in (({"source_digest": "d" * 64}, "other sources"), ({"results": bad}, "not qualified")):
+    for change, words in (({"source_digest": "d" * 64}, "other sources"),
+                          ({"results": bad}, "not qualified")):
         path.write_text(json.dumps(a_result(mine) | change))
         assert tool.main(["quote", str(path)]) == 1
         assert words in capsys.readouterr().err
