@@ -133,9 +133,7 @@ class Fields:
             raise self.bad(name, value, f"an integer {low}..{high}")
         return value
 
-    def number(
-        self, name: str, low: float, high: float, default: float, *, above: bool = False
-    ) -> float:
+    def number(self, name: str, low: float, high: float, default: float, *, above: bool = False) -> float:
         """A finite number low..high; above: not `low` itself."""
         value = self.take(name)
         if value is None:

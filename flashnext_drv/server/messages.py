@@ -33,8 +33,10 @@ def read_messages(raw: object) -> list[dict[str, Any]]:
         )
     if len(raw) > _MOST_MESSAGES:
         raise ApiError(
-            400, f"messages has {len(raw)} entries: at most {_MOST_MESSAGES}", param="messages",
-            code="invalid_value"
+            400,
+            f"messages has {len(raw)} entries: at most {_MOST_MESSAGES}",
+            param="messages",
+            code="invalid_value",
         )
     return [_message(Fields(one, f"messages[{i}]")) for i, one in enumerate(raw)]
 
@@ -45,8 +47,10 @@ def read_tools(raw: object) -> tuple[dict[str, Any], ...]:
         return ()
     if not isinstance(raw, list) or len(raw) > _MOST_TOOLS:
         raise ApiError(
-            400, f"tools is {shown(raw)}: expected a list of up to {_MOST_TOOLS} tools", param="tools",
-            code="invalid_type"
+            400,
+            f"tools is {shown(raw)}: expected a list of up to {_MOST_TOOLS} tools",
+            param="tools",
+            code="invalid_type",
         )
     seen: set[str] = set()
     return tuple(_tool(one, f"tools[{i}]", seen) for i, one in enumerate(raw))
@@ -92,13 +96,15 @@ def _message(one: Fields) -> dict[str, Any]:
             name = one.text("name")
             if name is not None:
                 message["name"] = name
-    one.end({
-        "name": "the model is not shown names; write them into the content",
-        "tool_calls": "only messages of role assistant have tool_calls",
-        "function_call": "use tool_calls",
-        "audio": _TEXT_ONLY,
-        "prefix": "use /v1/completions to go on with a text of your own",
-    })
+    one.end(
+        {
+            "name": "the model is not shown names; write them into the content",
+            "tool_calls": "only messages of role assistant have tool_calls",
+            "function_call": "use tool_calls",
+            "audio": _TEXT_ONLY,
+            "prefix": "use /v1/completions to go on with a text of your own",
+        }
+    )
     return message
 
 

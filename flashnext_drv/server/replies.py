@@ -20,9 +20,24 @@ from ..engine.requests import Reply, Token
 from .parse import Delta
 from .text import Detokenizer, TextModel
 
-__all__ = ["Head", "LogprobWriter", "chat_chunks", "chat_end", "chat_opening", "chat_reply",
-           "completion_chunks", "completion_end", "completion_reply", "generate_chunk", "generate_end",
-           "generate_reply", "progress_chunk", "runtime_block", "usage", "usage_chunk"]
+__all__ = [
+    "Head",
+    "LogprobWriter",
+    "chat_chunks",
+    "chat_end",
+    "chat_opening",
+    "chat_reply",
+    "completion_chunks",
+    "completion_end",
+    "completion_reply",
+    "generate_chunk",
+    "generate_end",
+    "generate_reply",
+    "progress_chunk",
+    "runtime_block",
+    "usage",
+    "usage_chunk",
+]
 
 _LOWEST: Final = -9999.0  # stands for a logprob of minus infinity, as OpenAI's does
 _HITS: Final = ("expert_hits", "expert_misses")
@@ -102,9 +117,7 @@ def chat_chunks(
     return _with_tokens(out, logprobs, token_ids)
 
 
-def chat_end(
-    head: Head, finish: str, stop_reason: str | int | None = None, **more: Any
-) -> dict[str, Any]:
+def chat_end(head: Head, finish: str, stop_reason: str | int | None = None, **more: Any) -> dict[str, Any]:
     """The chunk that says why it ended.  more: fields beside `choices`, such as usage or runtime."""
     chunk = _chat_chunk(head, {}) | more
     chunk["choices"][0] |= {"finish_reason": finish, "stop_reason": stop_reason}
@@ -196,9 +209,11 @@ def generate_reply(
     logprobs: int | None = None,
 ) -> dict[str, Any]:
     """A whole reply of the native endpoint."""
-    return head.whole() | _plain_tokens(tokens, logprobs) | {
-        "finish_reason": finish, "usage": usage, "runtime": runtime
-    }
+    return (
+        head.whole()
+        | _plain_tokens(tokens, logprobs)
+        | {"finish_reason": finish, "usage": usage, "runtime": runtime}
+    )
 
 
 def usage_chunk(head: Head, usage: Mapping[str, Any], runtime: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -16,30 +16,31 @@ held to a schema, and a call that is malformed comes back as content.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ..engine import sequence
 from ..engine.requests import MOST_LOGPROBS, Request
-from ..engine.sequence import Sampling
 from ..errors import UsageError
 from .calls import forced_opening
 from .fields import ApiError, Fields
 from .messages import read_messages, read_tool_choice, read_tools
 from .parse import ReplyParser, ReplyStream
+from .sampling import read_edits, read_ids, read_sampling, read_stop_ids, read_stop_strings
 from .text import TextModel
+from .thinking import read_thinking
 
-__all__ = ["Ask", "Model", "parse_chat", "parse_completion", "parse_detokenize", "parse_generate",
-           "parse_tokenize"]
+__all__ = [
+    "Ask",
+    "Model",
+    "parse_chat",
+    "parse_completion",
+    "parse_detokenize",
+    "parse_generate",
+    "parse_tokenize",
+]
 
-_MOST_STOPS: Final = 16
-_LONGEST_STOP: Final = 256  # characters
-_MOST_STOP_IDS: Final = 64
-_MOST_BIAS: Final = 1024
 _COMPLETION_TOKENS: Final = 16
-_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _ONE: Final = "send the request several times with different seeds"
 _TEXT: Final = "replies are not constrained: ask for the form in the prompt and check it"
 _NO_TOKENIZER: Final = "the pack has no tokenizer: send token ids to /v1/completions or /v1/generate"
@@ -171,7 +172,7 @@ def parse_chat(body: object, model: Model) -> Ask:
     choice = read_tool_choice(given, tools)
     parallel = given.flag("parallel_tool_calls", True)
     forced = choice == "required" or isinstance(choice, dict)
-    thinking, variables = _thinking(given, text, forced)
+    thinking, variables = read_thinking(given, text, forced)
     shown_tools = () if choice == "none" else tools
     prompt = _rendered(text, messages, shown_tools, variables)
     form = text.template.call_form if shown_tools and text.template is not None else ""
@@ -179,6 +180,8 @@ def parse_chat(body: object, model: Model) -> Ask:
         raise given.unsupported("tools", list(tools), "the pack's chat template knows no tools")
     opening = ""
     if forced:
+        if prompt.rstrip().endswith("<think>"):  # a template that always thinks
+            prompt = prompt.rstrip() + "\n\n</think>\n\n"
         opening = forced_opening(form, choice["function"]["name"] if isinstance(choice, dict) else None)
         prompt += opening
     ids = tuple(_encoded(given, "messages", text, prompt))
@@ -233,7 +236,7 @@ def parse_generate(body: object, model: Model) -> Ask:
     raw = given.take("ids")
     if raw is None:
         raise given.bad("ids", None, "the prompt as a list of token ids", "missing_field")
-    ids = _ids(given, "ids", raw, model)
+    ids = _prompt_ids(given, "ids", raw, model)
     most = given.integer("max_new_tokens", 1, model.context_tokens)
     if most is None:
         raise given.bad("max_new_tokens", None, f"an integer 1..{model.context_tokens}", "missing_field")
@@ -248,7 +251,7 @@ def parse_tokenize(body: object, model: Model) -> dict[str, Any]:
     text = _text_model(model, "prompt")
     if given.has("messages"):
         messages, tools = read_messages(given.take("messages")), read_tools(given.take("tools"))
-        _, variables = _thinking(given, text, False)
+        _, variables = read_thinking(given, text, False)
         prompt = _rendered(text, messages, tools, variables, given.flag("add_generation_prompt", True))
         ids = _encoded(given, "messages", text, prompt)
     else:
@@ -270,7 +273,7 @@ def parse_detokenize(body: object, model: Model) -> dict[str, Any]:
     _check_model(given, model)
     text = _text_model(model, "tokens")
     raw = given.take("tokens")
-    ids = () if raw == [] else _ids(given, "tokens", raw, model)
+    ids = () if raw == [] else read_ids(given, "tokens", raw, model.vocab)
     given.end()
     return {"prompt": text.decode(ids, special=True)}
 
@@ -289,28 +292,23 @@ def _ask(
     if most is None:
         most = min(room, model.max_new_tokens or room)
     if room < 1 or most > room:
-        raise ApiError(
-            400,
-            f"{len(ids)} prompt tokens and {max(most, 1)} new ones do not fit the context of "
-            f"{model.context_tokens} tokens: shorten the prompt or lower max_tokens",
-            param="messages" if kind == "chat" else "ids" if kind == "ids" else "prompt",
-            code="context_length_exceeded",
-        )
+        param = "messages" if kind == "chat" else "ids" if kind == "ids" else "prompt"
+        raise _too_long(f"{len(ids)} prompt tokens and {max(most, 1)} new ones do not fit", model, param)
     least = given.integer("min_tokens", 0, most, 0) or 0
     stream = given.flag("stream")
     usage = _stream_options(given, stream)
     progress = given.flag("return_progress")
     if progress and not stream:
         raise given.bad("return_progress", True, "stream true beside it")
-    strings, include = ((), False) if kind == "ids" else _stop_strings(given, model)
+    strings, include = ((), False) if kind == "ids" else read_stop_strings(given, model.text is not None)
     request = Request(
         ids,
         most,
-        _sampling(given, {"temperature": 0.0} if kind == "ids" else model.defaults),
-        _stop_ids(given, model),
+        read_sampling(given, {"temperature": 0.0} if kind == "ids" else model.defaults),
+        read_stop_ids(given, model.vocab, model.stop_ids),
         least,
         logprobs,
-        _edits(given, model, {} if kind == "ids" else model.defaults),
+        read_edits(given, model.vocab, {} if kind == "ids" else model.defaults),
     )
     return_ids = given.flag("return_token_ids", model.text is None) or kind == "ids"
     given.text("user")
@@ -346,60 +344,6 @@ def _text_model(model: Model, param: str) -> TextModel:
     return model.text
 
 
-def _thinking(given: Fields, text: TextModel, forced: bool) -> tuple[bool, dict[str, Any]]:
-    """(whether it thinks, variables for the template).
-
-    forced: a tool call is, so the reply begins with it and there is no thinking.
-    """
-    reads = text.template.variables if text.template is not None else frozenset[str]()
-    raw = given.take("chat_template_kwargs")
-    kwargs = Fields({} if raw is None else raw, "chat_template_kwargs")
-    variables: dict[str, Any] = {}
-    where, wanted = given, given.take("enable_thinking")
-    if kwargs.has("enable_thinking"):
-        where, other = kwargs, kwargs.take("enable_thinking")
-        if wanted is not None and wanted is not other:
-            raise where.bad("enable_thinking", other, "the same as enable_thinking")
-        wanted = other
-    if wanted is not None and not isinstance(wanted, bool):
-        raise where.bad("enable_thinking", wanted, "true or false", "invalid_type")
-    source = kwargs if kwargs.has("reasoning_effort") else given
-    effort = source.word("reasoning_effort", _EFFORTS)
-    if effort == "none":
-        if wanted:
-            raise source.bad("reasoning_effort", effort, "an effort, or enable_thinking false")
-        wanted = False
-    elif effort is not None:
-        if wanted is False:
-            raise source.bad("reasoning_effort", effort, "none, or enable_thinking true")
-        if "reasoning_effort" not in reads:
-            raise source.unsupported(
-                "reasoning_effort", effort, "the pack's template has no efforts: leave it out, or use none"
-            )
-        wanted = True
-        variables["reasoning_effort"] = effort
-    if forced:
-        if wanted:
-            raise where.unsupported(
-                "enable_thinking" if effort is None else "reasoning_effort",
-                True if effort is None else effort,
-                "a forced tool call begins the reply, without thinking: use tool_choice auto, or turn "
-                "thinking off",
-            )
-        wanted = False
-    if wanted is not None:
-        if "enable_thinking" in reads:
-            variables["enable_thinking"] = wanted
-        elif given is not where or not wanted:
-            raise where.unsupported("enable_thinking", wanted, "the pack's template cannot turn it on or off")
-    for name in sorted(reads - {"enable_thinking", "reasoning_effort"}):
-        value = kwargs.take(name)
-        if value is not None:
-            variables[name] = value
-    kwargs.end()
-    return wanted is not False, variables
-
-
 def _rendered(
     text: TextModel,
     messages: list[dict[str, Any]],
@@ -425,56 +369,31 @@ def _encoded(given: Fields, name: str, text: TextModel, prompt: str) -> list[int
 
 def _prompt(given: Fields, model: Model) -> tuple[int, ...]:
     raw = given.take("prompt")
-    if isinstance(raw, str):
-        text = _text_model(model, "prompt")
-        return tuple(_encoded(given, "prompt", text, given.unicode("prompt", raw)))
     if isinstance(raw, list) and raw and isinstance(raw[0], str | list):
         if len(raw) > 1:
             raise given.unsupported("prompt", raw, "send one request for each prompt")
-        return _prompt(Fields({"prompt": raw[0]}), model)
+        raw = raw[0]
+    if isinstance(raw, str):
+        text = _text_model(model, "prompt")
+        return tuple(_encoded(given, "prompt", text, given.unicode("prompt", raw)))
     if raw is None:
         raise given.bad("prompt", None, "a text or a list of token ids", "missing_field")
-    return _ids(given, "prompt", raw, model)
+    return _prompt_ids(given, "prompt", raw, model)
 
 
-def _ids(given: Fields, name: str, raw: object, model: Model) -> tuple[int, ...]:
-    if not isinstance(raw, list) or not raw:
-        raise given.bad(name, raw, "a list of at least one token id", "invalid_type")
-    if len(raw) > model.context_tokens and name != "tokens":
-        raise ApiError(
-            400,
-            f"{len(raw)} prompt tokens do not fit the context of {model.context_tokens} tokens: shorten the "
-            "prompt",
-            param=name,
-            code="context_length_exceeded",
-        )
-    for i, value in enumerate(raw):
-        if type(value) is not int or not 0 <= value < model.vocab:
-            raise given.bad(f"{name}[{i}]", value, f"a token id 0..{model.vocab - 1}")
-    return tuple(raw)
+def _prompt_ids(given: Fields, name: str, raw: object, model: Model) -> tuple[int, ...]:
+    if isinstance(raw, list) and len(raw) > model.context_tokens:
+        raise _too_long(f"{len(raw)} prompt tokens do not fit", model, name)
+    return read_ids(given, name, raw, model.vocab)
 
 
-def _stop_strings(given: Fields, model: Model) -> tuple[tuple[str, ...], bool]:
-    raw = given.take("stop")
-    include = given.flag("include_stop_str_in_output")
-    listed = [raw] if isinstance(raw, str) else raw if raw is not None else []
-    if not isinstance(listed, list) or len(listed) > _MOST_STOPS:
-        raise given.bad("stop", raw, f"a string or a list of up to {_MOST_STOPS} strings", "invalid_type")
-    for i, stop in enumerate(listed):
-        if not isinstance(stop, str) or not 1 <= len(stop) <= _LONGEST_STOP:
-            raise given.bad(f"stop[{i}]", stop, f"a string of 1..{_LONGEST_STOP} characters")
-        given.unicode(f"stop[{i}]", stop)
-    if listed and model.text is None:
-        raise given.unsupported("stop", raw, "the pack has no tokenizer: use stop_token_ids")
-    return tuple(listed), include
-
-
-def _stop_ids(given: Fields, model: Model) -> frozenset[int]:
-    raw = given.take("stop_token_ids")
-    if raw is not None and (not isinstance(raw, list) or len(raw) > _MOST_STOP_IDS):
-        raise given.bad("stop_token_ids", raw, f"a list of up to {_MOST_STOP_IDS} token ids", "invalid_type")
-    own = frozenset(_ids(given, "stop_token_ids", raw, model)) if raw else frozenset()
-    return own if given.flag("ignore_eos") else own | model.stop_ids
+def _too_long(what: str, model: Model, param: str) -> ApiError:
+    return ApiError(
+        400,
+        f"{what} the context of {model.context_tokens} tokens: shorten the prompt or lower max_tokens",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def _stream_options(given: Fields, stream: bool) -> bool:
@@ -488,43 +407,3 @@ def _stream_options(given: Fields, stream: bool) -> bool:
     options.only("include_obfuscation", (False,), "replies are not padded: leave it out")
     options.end()
     return usage
-
-
-def _sampling(given: Fields, defaults: Mapping[str, float]) -> Sampling:
-    top_k = given.take("top_k")
-    if top_k is None:
-        top_k = int(defaults.get("top_k", 0))
-    seed = given.integer("seed", 0, (1 << 64) - 1)
-    return Sampling(
-        temperature=given.number("temperature", 0.0, 100.0, defaults.get("temperature", 1.0)),
-        top_k=max(0, given.integer_of("top_k", top_k, -1, (1 << 32) - 1)),
-        top_p=given.number("top_p", 0.0, 1.0, defaults.get("top_p", 1.0), above=True),
-        min_p=given.number("min_p", 0.0, 1.0, defaults.get("min_p", 0.0)),
-        seed=secrets.randbits(53) if seed is None else seed,  # 53 bits: every client's numbers hold it
-    )
-
-
-def _edits(given: Fields, model: Model, defaults: Mapping[str, float]) -> Any:
-    """Penalties and bias as the engine takes them; None where they change nothing."""
-    repetition = given.number("repetition_penalty", 0.0, 100.0, defaults.get("repetition_penalty", 1.0),
-                              above=True)
-    presence = given.number("presence_penalty", -2.0, 2.0, 0.0)
-    frequency = given.number("frequency_penalty", -2.0, 2.0, 0.0)
-    raw = given.take("logit_bias")
-    if raw is not None and (not isinstance(raw, Mapping) or len(raw) > _MOST_BIAS):
-        raise given.bad("logit_bias", raw, f"an object of up to {_MOST_BIAS} token ids and numbers",
-                        "invalid_type")
-    bias: dict[int, float] = {}
-    for name, value in (raw or {}).items():
-        if not (name.isascii() and name.isdigit() and len(name) < 12 and int(name) < model.vocab):
-            raise given.bad("logit_bias", name, f"token ids 0..{model.vocab - 1} as names")
-        bias[int(name)] = given.number_of(f"logit_bias.{name}", value, -100.0, 100.0)
-    if repetition == 1.0 and presence == frequency == 0.0 and not any(bias.values()):
-        return None
-    made: Any = getattr(sequence, "Edits", None)
-    if made is None:
-        names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
-        values = (repetition != 1.0 and repetition, presence, frequency, bias)
-        name, value = next((n, v) for n, v in zip(names, values, strict=True) if v)
-        raise given.unsupported(name, value, "this build draws from the model's own logits: leave it out")
-    return made(repetition=repetition, presence=presence, frequency=frequency, bias=tuple(bias.items()))

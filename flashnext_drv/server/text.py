@@ -140,9 +140,9 @@ class TextModel:
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Text of `ids`; invalid sequences as U+FFFD.  special: show special tokens too."""
-        return b"".join(
-            self.token_bytes(i) for i in ids if special or i not in self._hidden
-        ).decode(errors="replace")
+        return b"".join(self.token_bytes(i) for i in ids if special or i not in self._hidden).decode(
+            errors="replace"
+        )
 
     def render(
         self,
@@ -191,9 +191,7 @@ class Detokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """Text that became complete with `ids`."""
-        raw = b"".join(
-            self._text.token_bytes(i) for i in ids if self._special or not self._text.is_hidden(i)
-        )
+        raw = b"".join(self._text.token_bytes(i) for i in ids if self._special or not self._text.is_hidden(i))
         return self._decoder.decode(raw)
 
     def finish(self) -> str:
