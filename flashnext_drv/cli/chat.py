@@ -32,16 +32,32 @@ _HELP: Final = "/reset forgets the conversation, /think and /nothink switch thin
 
 def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = sub.add_parser("chat", help="talk to a server", description=__doc__.splitlines()[0],
-                            epilog=f"in a conversation: {_HELP}")
+    parser = sub.add_parser(
+        "chat",
+        help="talk to a server",
+        description=__doc__.splitlines()[0],
+        epilog=f"in a conversation: {_HELP}",
+    )
     parser.add_argument("url", nargs="?", default=_URL, metavar="URL", help=f"of the server (default {_URL})")
-    parser.add_argument("--prompt", metavar="TEXT", help="ask this one thing, print the reply and leave; "
-                        "without it, and off a terminal, the prompt is read from stdin")
+    parser.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="ask this one thing, print the reply and leave; "
+        "without it, and off a terminal, the prompt is read from stdin",
+    )
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("--think", action=argparse.BooleanOptionalAction, default=None,
-                        help="turn thinking on or off (default: as the pack's template has it)")
-    parser.add_argument("--show-reasoning", action=argparse.BooleanOptionalAction, default=None,
-                        help="print the reasoning too (default: on a terminal)")
+    parser.add_argument(
+        "--think",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="turn thinking on or off (default: as the pack's template has it)",
+    )
+    parser.add_argument(
+        "--show-reasoning",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="print the reasoning too (default: on a terminal)",
+    )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of a reply")
     parser.add_argument("--temperature", type=float, metavar="X", help="default: the server's")
     parser.add_argument("--seed", type=int, metavar="N", help="of the draws; the same text each time")
@@ -133,16 +149,21 @@ class _Chat:
         """("content" or "reasoning_content", text) as the server streams it."""
         args = self._args
         body: dict[str, Any] = {"messages": messages, "stream": True}
-        for name, value in (("model", args.model or None), ("max_tokens", args.max_tokens),
-                            ("temperature", args.temperature), ("seed", args.seed),
-                            ("enable_thinking", self.think)):
+        for name, value in (
+            ("model", args.model or None),
+            ("max_tokens", args.max_tokens),
+            ("temperature", args.temperature),
+            ("seed", args.seed),
+            ("enable_thinking", self.think),
+        ):
             if value is not None:
                 body[name] = value
         connection, path = self._target.connection()
         with closing(connection):
             try:
-                connection.request("POST", f"{path}/v1/chat/completions", json.dumps(body).encode(),
-                                   self._target.headers())
+                connection.request(
+                    "POST", f"{path}/v1/chat/completions", json.dumps(body).encode(), self._target.headers()
+                )
                 response = connection.getresponse()
                 if response.status != 200:
                     raise _refused(response)
@@ -155,9 +176,12 @@ class _Chat:
                 if not ended:
                     raise RemoteError("the reply broke off", url=args.url)
             except (OSError, http.client.HTTPException) as error:
-                raise RemoteError("the server cannot be reached", url=args.url,
-                                  because=str(error) or type(error).__name__,
-                                  do="start one with flashnext-drv serve, or check the address") from error
+                raise RemoteError(
+                    "the server cannot be reached",
+                    url=args.url,
+                    because=str(error) or type(error).__name__,
+                    do="start one with flashnext-drv serve, or check the address",
+                ) from error
 
 
 def _told(data: str) -> Iterator[tuple[str, str]]:
@@ -182,8 +206,12 @@ def _refused(response: http.client.HTTPResponse) -> RemoteError:
     except (ValueError, KeyError, TypeError):
         reason = raw.strip() or response.reason
     wait = response.getheader("retry-after")
-    return RemoteError("the server refused", status=response.status, because=reason,
-                       do=f"try again in {wait} s" if wait else "")
+    return RemoteError(
+        "the server refused",
+        status=response.status,
+        because=reason,
+        do=f"try again in {wait} s" if wait else "",
+    )
 
 
 def _key(file: Path | None) -> str:

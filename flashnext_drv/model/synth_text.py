@@ -198,11 +198,17 @@ def _tokenizer(vocab_size: int, eos_id: int) -> dict[str, Any]:
         ],
         "normalizer": None,
         "pre_tokenizer": {
-            "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": False,
+            "use_regex": True,
         },
         "post_processor": None,
         "decoder": {
-            "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": False,
+            "use_regex": False,
         },
         "model": {
             "type": "BPE",
@@ -231,9 +237,7 @@ def _merges() -> Iterator[tuple[str, str]]:
 
 def _learned() -> Iterator[tuple[str, str]]:
     byte_of = dict(enumerate(_alphabet()))
-    words = Counter(
-        tuple(byte_of[byte] for byte in word.encode()) for word in _words(_SAMPLE)
-    )
+    words = Counter(tuple(byte_of[byte] for byte in word.encode()) for word in _words(_SAMPLE))
     while True:
         pairs: Counter[tuple[str, str]] = Counter()
         for word, count in words.items():

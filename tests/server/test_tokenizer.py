@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashnext_drv.__main__ import main
+from flashnext_drv.cli import report
 from flashnext_drv.errors import CheckpointError, UsageError
 from flashnext_drv.model.config import ModelConfig
+from flashnext_drv.model.pack import Pack
 from flashnext_drv.model.synth_models import MODELS
 from flashnext_drv.model.synth_text import CHAT_TEMPLATE, SPECIAL_TOKENS, text_files, write_text
 from flashnext_drv.server.parse import ReplyParser
@@ -93,6 +96,27 @@ def test_load_finds_what_synth_wrote_and_nothing_where_there_is_nothing(tmp_path
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     other = TextModel.load(tmp_path)
     assert other is not None and other.render([{"role": "user", "content": "hm"}]) == "hm!"
+
+
+def test_synth_writes_packs_with_text_that_inspect_and_manifests_accept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pack = str(tmp_path / "pack")
+    for argv in (
+        ["synth", pack, "--model", "micro", "--tokenizer"],
+        ["inspect", pack, "--save-manifest", f"{pack}/manifest.json"],
+        ["inspect", pack, "--verify"],
+    ):
+        assert main(argv) == report.GOOD
+    said = capsys.readouterr().out
+    assert "text     tokenizer.json, tokenizer_config.json, generation_config.json" in said
+    assert "manifest: equal" in said
+    text = TextModel.load(pack)
+    assert text is not None and text.n_tokens == Pack.open(pack).config.vocab
+    (tmp_path / "pack" / "tokenizer.json").unlink()
+    assert main(["inspect", pack, "--no-digest"]) == report.GOOD
+    assert "no tokenizer: token ids only" in capsys.readouterr().out
 
 
 def test_a_list_of_templates_has_a_default(tmp_path: Path) -> None:
