@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
+_MOST_STREAMS: Final = 16
 _POLL_S: Final = 0.25
 _HEARTBEAT_S: Final = 15.0
 _HARD_S: Final = 5.0  # after the second signal
@@ -141,13 +142,6 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     add_prefill(parser)
     add_limits(parser)
-    parser.add_argument(
-        "--steps-ahead",
-        type=int,
-        default=4,
-        metavar="N",
-        help="most tokens drawn before the host looks at them, 1..64 (default 4)",
-    )
     parser.add_argument(
         "--graph",
         action=argparse.BooleanOptionalAction,
@@ -283,6 +277,10 @@ def _settings(args: argparse.Namespace) -> Settings:
         least = 0 if name in ("max_queue", "prompt_limit", "request_seconds", "drain_seconds") else 1e-3
         if not getattr(args, name) >= least:
             raise UsageError(f"--{name.replace('_', '-')} is too small", value=getattr(args, name))
+    if args.max_streams > _MOST_STREAMS:
+        raise UsageError(
+            "--max-streams is 1 to 16, the rows of a round", value=args.max_streams, do="let the rest wait"
+        )
     if not 0 <= args.port <= 65535:
         raise UsageError("--port is 0 to 65535", value=args.port)
     keys = None if args.api_keys is None else Keys(args.api_keys)
@@ -313,7 +311,6 @@ def _limits(args: argparse.Namespace) -> Limits:
     return Limits(
         context_tokens=args.context,
         sequences=args.max_streams,
-        steps_ahead=args.steps_ahead,
         graph=args.graph,
         **fields,
     )

@@ -140,9 +140,12 @@ class _App:
 
     async def _read(self, request: Request, parse: Callable[[object, Model], T]) -> T:
         body = await read_json(request, self.settings)
-        if int(request.headers.get("content-length") or _APART_BYTES) < _APART_BYTES:
-            return parse(body, self.model)
-        return await asyncio.to_thread(parse, body, self.model)
+        try:
+            if int(request.headers.get("content-length") or _APART_BYTES) < _APART_BYTES:
+                return parse(body, self.model)
+            return await asyncio.to_thread(parse, body, self.model)
+        except RecursionError:
+            raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
 
     # What is served.
 

@@ -42,6 +42,10 @@ class Server:
                 because=getattr(error, "strerror", None) or str(error),
                 do="choose another --host or --port, or stop what holds it",
             ) from error
+        # Accepted sockets inherit it; asyncio sets it only where the protocol's number is given.  Without it
+        # each small event of a stream waits for the client's delayed acknowledgement.
+        # measured: 44 ms a reply, 2 ms with it, Linux loopback, http.client
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.host, self.port = host, int(self._socket.getsockname()[1])
         config = uvicorn.Config(
             app,

@@ -23,7 +23,9 @@ from flashnext_drv.server.wire import Settings
 from flashnext_drv.server.worker import Worker
 
 # The deep pass is what runs prompts fastest on the simulator.
-LIMITS = Limits(context_tokens=448, sequences=8, rows=16, prompt_rows=16, chunk=256, deep_rows=17)
+LIMITS = Limits(
+    context_tokens=448, sequences=8, rows=16, prompt_rows=16, chunk=256, deep_rows=17, steps_ahead=2
+)
 MAX_QUEUE = 8
 
 
@@ -48,13 +50,18 @@ class Served:
 
     def solo(self, ids: list[int], n_new: int, *, stop_ids: Any = (), **sampling: Any) -> Generation:
         """The same tokens by Engine.generate on the engine that serves."""
-        return self.worker.ask(lambda engine: engine.generate(
-            ids, max_new_tokens=n_new, sampling=Sampling(**sampling), stop_ids=stop_ids)).result(60)
+        return self.worker.ask(
+            lambda engine: engine.generate(
+                ids, max_new_tokens=n_new, sampling=Sampling(**sampling), stop_ids=stop_ids
+            )
+        ).result(60)
 
     def connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.server.host, self.server.port, timeout=60)
 
-    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answered:
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> Answered:
         """One request; body: bytes as they are, anything else as JSON."""
         raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         connection = self.connection()
@@ -71,6 +78,14 @@ class Served:
         answered = self.ask("POST", "/v1/generate", body)
         assert answered.status == 200, answered.raw
         return answered.events() if more.get("stream") else answered.json()
+
+    def line(self, request_id: str) -> dict[str, Any]:
+        """The log line of a request; it is written behind the response."""
+        limit = time.monotonic() + 10
+        while not (found := [line for line in self.log if line.get("request_id") == request_id]):
+            assert time.monotonic() < limit, request_id
+            time.sleep(0.005)
+        return found[0]
 
     def settled(self, seconds: float = 30.0) -> Any:
         """Stats once nothing is queued or live; fails when that does not come."""
@@ -119,13 +134,17 @@ def events_of(raw: bytes) -> list[Any]:
 
 
 @contextmanager
-def worker_of(folder: Path, device: str, *, limits: Limits = LIMITS, max_queue: int = MAX_QUEUE
-              ) -> Iterator[tuple[Worker, Model]]:
+def worker_of(
+    folder: Path, device: str, *, limits: Limits = LIMITS, max_queue: int = MAX_QUEUE
+) -> Iterator[tuple[Worker, Model]]:
     """The engine of a pack on its thread, loaded; at the end it must have closed well."""
     config = open_pack(folder).config
     model = Model.of("micro", config.vocab, limits.context_tokens, config.eos_id, TextModel.load(folder))
-    worker = Worker(lambda progress: Engine.open(folder, limits, device=device, progress=progress),
-                    max_streams=limits.sequences, max_queue=max_queue)
+    worker = Worker(
+        lambda progress: Engine.open(folder, limits, device=device, progress=progress),
+        max_streams=limits.sequences,
+        max_queue=max_queue,
+    )
     worker.start()
     try:
         assert worker.wait_ready(120), worker.error

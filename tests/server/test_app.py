@@ -64,8 +64,11 @@ def test_logprobs_are_those_of_the_logits(served: Served) -> None:
     prompt = rendered(served)
     reply = chat(served, max_tokens=3, logprobs=True, top_logprobs=3, extra_body={"return_token_ids": True})
     ids = reply.choices[0].model_extra["token_ids"]
-    logits = served.worker.ask(lambda engine: engine.logits(
-        prompt + ids[:-1], (len(prompt) - 1, len(prompt) + 2))).result(60).astype(np.float64)
+    logits = (
+        served.worker.ask(lambda engine: engine.logits(prompt + ids[:-1], (len(prompt) - 1, len(prompt) + 2)))
+        .result(60)
+        .astype(np.float64)
+    )
     entries = reply.choices[0].logprobs.content
     for row, token, entry in zip(logits, ids, entries, strict=True):
         peak = row.max()
@@ -74,8 +77,12 @@ def test_logprobs_are_those_of_the_logits(served: Served) -> None:
         assert [t.logprob for t in entry.top_logprobs] == pytest.approx(sorted(logprobs)[:-4:-1], abs=1e-9)
         assert bytes(entry.bytes) == served.model.text.token_bytes(token)
     streamed = chat(served, max_tokens=3, logprobs=True, top_logprobs=3, stream=True)
-    found = [entry for chunk in streamed if chunk.choices and chunk.choices[0].logprobs
-             for entry in chunk.choices[0].logprobs.content]
+    found = [
+        entry
+        for chunk in streamed
+        if chunk.choices and chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
     assert found == entries
 
 
@@ -106,13 +113,21 @@ def test_a_stop_string_cuts_the_reply_and_stops_the_sequence(served: Served) -> 
     assert runtime["new_sha256"] == token_sha256(ids[:cut]) and len(runtime["token_at"]) == cut
     assert runtime["token_sha256"] == token_sha256([*prompt, *ids[:cut]])
     # It was cancelled before the next visit: nothing but the rest of one was drawn behind the stop.
-    assert runtime["counters"]["drawn_behind_stop"] < served.worker.ask(lambda e: e.limits.steps_ahead).result()
+    assert (
+        runtime["counters"]["drawn_behind_stop"] < served.worker.ask(lambda e: e.limits.steps_ahead).result()
+    )
     streamed = list(served.client().completions.create(**given, stop=stop, stream=True, extra_body=extra))
     assert "".join(chunk.choices[0].text for chunk in streamed) == wanted
     assert streamed[-1].choices[0].finish_reason == "stop"
-    assert "".join(chunk.choices[0].text for chunk in served.client().completions.create(
-        **given, stop=stop, stream=True, extra_body={**extra, "include_stop_str_in_output": True})
-    ) == wanted + stop
+    assert (
+        "".join(
+            chunk.choices[0].text
+            for chunk in served.client().completions.create(
+                **given, stop=stop, stream=True, extra_body={**extra, "include_stop_str_in_output": True}
+            )
+        )
+        == wanted + stop
+    )
 
 
 def test_a_stop_id_ends_and_is_told_when_it_is_the_requests_own(served: Served) -> None:
@@ -202,5 +217,6 @@ def test_tokenize_and_back(served: Served) -> None:
     assert back == {"prompt": "a river, à la mer"}
     assert served.ask("POST", "/tokenize", {"messages": MESSAGES}).json()["tokens"] == rendered(served)
     with_echo = served.client().completions.create(
-        model="micro", prompt="a river", max_tokens=2, temperature=0.0, extra_body={"echo": True})
+        model="micro", prompt="a river", max_tokens=2, temperature=0.0, extra_body={"echo": True}
+    )
     assert with_echo.choices[0].text.startswith("a river")
