@@ -18,34 +18,28 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from ..errors import ContextLost, ContractError, Draining, DriverError, QueueFull, UsageError
-from ..kernels.tables import PAGE_TOKENS
+from ..errors import (
+    ContextLost,
+    ContractError,
+    Draining,
+    DriverError,
+    FlashNextError,
+    QueueFull,
+    UsageError,
+)
 from ..lifetime import Owner
 from .counters import counted_since
 from .decode import Ahead, run_ahead
-from .engine import Engine, token_sha256
+from .engine import Engine
+from .jobs import Job, Totals
 from .prefill import Prefill, Prompt, PromptRun
-from .requests import (
-    Event,
-    Finish,
-    Reply,
-    Request,
-    SchedulerStats,
-    Ticket,
-    Token,
-    checked_request,
-    tokens_held,
-)
+from .requests import Event, Finish, Request, SchedulerStats, Ticket, Token, checked_request, tokens_held
 from .round import Window, run_round
-from .sequence import Sequence
 
 __all__ = ["CHUNK_ROWS", "Scheduler"]
 
@@ -54,52 +48,6 @@ _ROUNDS: Final = 16  # of prompts outside the deep pass, between two decode visi
 _ROUNDS_ALONE: Final = 128  # the same while nothing decodes: how long a cancel may have to wait
 _SETTLE_SECONDS: Final = 1.0
 OnEvent = Callable[[Ticket, Event], None]
-
-
-@dataclass(eq=False)
-class _Job:
-    """A ticket's way through the scheduler; sequence, prompt: once admitted.  counted: None when counters
-    were lost."""
-
-    ticket: Ticket
-    sequence: Sequence | None = None
-    prompt: Prompt | None = None
-    leave: ExitStack = field(default_factory=ExitStack)
-    tokens: list[Token] = field(default_factory=list)
-    logits: npt.NDArray[np.float32] | None = None
-    stamps: dict[str, float] = field(default_factory=dict)
-    counted: dict[str, int] | None = field(default_factory=dict)
-    prompt_chunks: int = 0
-    decode_visits: int = 0
-    decoded: int = 0
-    live_min: int = 0
-    live_max: int = 0
-
-    @property
-    def request(self) -> Request:
-        return self.ticket.request
-
-    @property
-    def pages(self) -> int:
-        return -(-tokens_held(self.request) // PAGE_TOKENS)
-
-    def keep(self, i_id: int, block: npt.NDArray[np.float32]) -> None:
-        self.logits = block[-1]
-
-
-@dataclass
-class _Totals:
-    """Since the scheduler was opened; names as in SchedulerStats."""
-
-    submitted: int = 0
-    refused: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    prompt_chunks: int = 0
-    decode_visits: int = 0
-    decode_rounds: int = 0
-    queue_seconds: float = 0.0
 
 
 class Scheduler(Owner):
@@ -130,18 +78,20 @@ class Scheduler(Owner):
         self.chunk = min(CHUNK_ROWS, plan) if chunk is None else _in_range("chunk", chunk, 1, plan)
         self._engine, self._rank, self._on_event = engine, engine.rank, on_event
         self._lock = threading.Lock()  # of everything that other threads may see: queue, live, totals
-        self._queue: deque[_Job] = deque()
-        self._live: list[_Job] = []
-        self._jobs: dict[int, _Job] = {}  # by ticket, queued and live
+        self._queue: deque[Job] = deque()
+        self._live: list[Job] = []
+        self._jobs: dict[int, Job] = {}  # by ticket, queued and live
         self._events: deque[tuple[Ticket, Event]] = deque()
         self._ids = count(1)
         self._draining, self._broken = False, ""
-        self._totals = _Totals()
+        self._totals = Totals()
         self._service_seconds = 0.0  # how long an admitted request takes, newer ones count more
         self._prompts = PromptRun(engine.rank, (), Prefill(), engine.prompts, apart=True)
-        self._opened_at: dict[str, int] | None = self._counters()
-        self._settled_at, self._settled = time.perf_counter(), self._opened_at
-        self._members: list[_Job] = []
+        self._opened_with = self._settled = engine.counters()
+        self._before: dict[str, int] | None = self._settled  # None: could not be read
+        self._settled_at, self._unsettled = time.perf_counter(), False
+        self._members: list[Job] = []  # who shares what is counted since then
+        self._visiting: list[Job] = []  # whose launch or bookkeeping is in progress
 
     @property
     def idle(self) -> bool:
@@ -174,7 +124,7 @@ class Scheduler(Owner):
                 raise QueueFull("the queue is full", retry_after_seconds=after, requests=len(self._jobs),
                                 limit=most, do="try again later or raise max_queue")
             ticket = Ticket(next(self._ids), request, tag)
-            job = _Job(ticket, stamps={"submitted": time.perf_counter()})
+            job = Job(ticket, stamps={"submitted": time.perf_counter()})
             self._totals.submitted += 1
             self._jobs[ticket.id] = job
             self._queue.append(job)
@@ -205,7 +155,14 @@ class Scheduler(Owner):
         self.require_open()
         done = self._deliver()
         for part in (self._sweep, self._admit, self._prompt, self._decode):
-            done = part() or done
+            try:
+                done = part() or done
+            except BaseException as error:  # between the launch and its bookkeeping: no state is known
+                for job in self._visiting:
+                    job.fail(error)
+                raise
+            self._visiting = []
+            self._broken = self._broken or self._rank.ctx.broken
             self._deliver()
         return done
 
@@ -213,12 +170,11 @@ class Scheduler(Owner):
         """Where it stands.  A snapshot."""
         with self._lock:
             states = [job.ticket.state for job in self._live]
-            now, then = self._settled, self._opened_at
             return SchedulerStats(
                 self.max_streams, self.max_queue, len(self._queue), states.count("prompt"),
                 states.count("decode"), self._rank.slots.free_slots, self._rank.pages.free_pages,
                 **{**vars(self._totals), "finished": dict(self._totals.finished)},
-                counters={} if now is None or then is None else counted_since(then, now),
+                counters=counted_since(self._opened_with, self._settled),
                 draining=self._draining, broken=self._broken,
             )
 
@@ -231,24 +187,22 @@ class Scheduler(Owner):
                 self._on_event(ticket, event)
         return told
 
-    def _tell(self, job: _Job, event: Event) -> None:
+    def _tell(self, job: Job, event: Event) -> None:
         self._events.append((job.ticket, event))
 
     def _sweep(self) -> bool:
         """End what was cancelled, and what a round that was interrupted left behind."""
         with self._lock:
             jobs = list(self._jobs.values())
-        if why := self._rank.ctx.broken or self._broken:
-            self._broken = why
-            self._fail(jobs, ContextLost("step", because=why, do="close the engine and open it anew"))
+        if self._broken or self._rank.ctx.broken:
+            self._end_all()
             return bool(jobs)
         cancelled = [job for job in jobs if job.ticket.cancelled]
         for job in cancelled:
             self._finish(job, "cancelled")
-        failed = [job for job in self._live if job.sequence is not None and job.sequence.failed]
+        failed = [job for job in self._live if job.interrupted]
         for job in failed:
-            self._finish(job, "error", UsageError("the request's round was interrupted",
-                                                  because=job.sequence.failed if job.sequence else ""))
+            self._finish(job, "error", FlashNextError("the request was interrupted", because=job.interrupted))
         return bool(cancelled or failed)
 
     def _admit(self) -> bool:
@@ -273,7 +227,7 @@ class Scheduler(Owner):
             self._tell(job, Event("prompt", prompt_total=len(job.request.ids)))
         return admitted
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> Job | None:
         """The first of the queue, moved to the live ones, if there is room for it."""
         with self._lock:
             if not self._queue or len(self._live) >= self.max_streams or not self._rank.slots.free_slots:
@@ -294,6 +248,7 @@ class Scheduler(Owner):
         jobs = [of_prompt[id(prompt)] for prompt, _ in segment]
         before = [prompt.sequence.n_done for prompt, _ in segment]
         self._account(jobs)
+        self._visiting = jobs
         started = time.perf_counter()
         try:
             self._prompts.step(segment, _ROUNDS_ALONE if alone else _ROUNDS)
@@ -308,7 +263,7 @@ class Scheduler(Owner):
             self._advanced(job, n_before, started, at)
         return True
 
-    def _advanced(self, job: _Job, n_before: int, started: float, at: float) -> None:
+    def _advanced(self, job: Job, n_before: int, started: float, at: float) -> None:
         """Tell what a chunk did to a prompt."""
         sequence, prompt = job.sequence, job.prompt
         if sequence is None or prompt is None or sequence.closed or sequence.n_done == n_before:
@@ -332,10 +287,9 @@ class Scheduler(Owner):
         if not jobs:
             return False
         self._account(jobs)
+        self._visiting = jobs
         for job in jobs:
-            job.live_min = min(job.live_min or len(jobs), len(jobs))
-            job.live_max = max(job.live_max, len(jobs))
-            job.decode_visits += 1
+            job.visited(len(jobs))
         try:
             drawn = self._visit(jobs)
         except Exception as error:
@@ -350,7 +304,7 @@ class Scheduler(Owner):
             self._take(job, tokens, at, nan)
         return True
 
-    def _visit(self, jobs: list[_Job]) -> list[tuple[list[int], ContractError | None]]:
+    def _visit(self, jobs: list[Job]) -> list[tuple[list[int], ContractError | None]]:
         """What each draws: several tokens, or one where somebody wants its logits."""
         asked = [(job, job.sequence) for job in jobs if job.sequence is not None]
         if all(job.request.logprobs is None for job in jobs):
@@ -370,7 +324,7 @@ class Scheduler(Owner):
             found.append(([] if nan else [token], nan))
         return found
 
-    def _take(self, job: _Job, drawn: list[int], at: float, error: ContractError | None) -> None:
+    def _take(self, job: Job, drawn: list[int], at: float, error: ContractError | None) -> None:
         """New tokens of a visit, and perhaps the end of the request."""
         request = job.request
         tokens = tuple(Token.of(token, job.logits, request.logprobs or 0, at) for token in drawn)
@@ -390,25 +344,22 @@ class Scheduler(Owner):
         elif job.sequence is not None:
             job.sequence.extend(drawn[-1:])
 
-    def _fail(self, jobs: Iterable[_Job], error: Exception) -> None:
+    def _fail(self, jobs: Iterable[Job], error: Exception) -> None:
         for job in jobs:
             self._finish(job, "error", error)
 
-    def _finish(self, job: _Job, finish: Finish, error: BaseException | None = None) -> None:
+    def _finish(self, job: Job, finish: Finish, error: BaseException | None = None) -> None:
         """Give back what the request holds and make its reply; once."""
         if job.ticket.state == "done":
             return
-        if any(job is member for member in self._members):
+        if self._unsettled and any(job is member for member in self._members):
             self._settle()
-        prefilled = 0
-        if job.sequence is not None:
-            prefilled = min(job.sequence.n_done, len(job.request.ids))
         if job.prompt is not None:
             self._prompts.drop(job.prompt)
             job.prompt = None
         job.leave.close()
         job.stamps["done"] = time.perf_counter()
-        job.ticket.reply = reply = _reply(job, finish, error, prefilled)
+        job.ticket.reply = reply = job.reply(finish, error)
         with self._lock:
             job.ticket.state = "done"
             del self._jobs[job.ticket.id]
@@ -428,61 +379,41 @@ class Scheduler(Owner):
         except DriverError:
             return None
 
-    def _account(self, jobs: list[_Job]) -> None:
+    def _account(self, jobs: list[Job]) -> None:
         """What is counted from now on is counted for these; read from the device when they change."""
         same = len(jobs) == len(self._members) and all(
             a is b for a, b in zip(jobs, self._members, strict=True))
         if not same or time.perf_counter() - self._settled_at > _SETTLE_SECONDS:
             self._settle()
+            self._before = self._before or self._counters()
             self._members = list(jobs)
+        self._unsettled = True
 
     def _settle(self) -> None:
         """Add what was counted since the last time to those who ran meanwhile."""
-        before, now = self._settled, self._counters()
+        before, now = self._before, self._counters()
         added = None if before is None or now is None else counted_since(before, now)
         for job in self._members:
-            if added is None or job.counted is None:
-                job.counted = None
-                continue
-            for name, n in added.items():
-                job.counted[name] = job.counted.get(name, 0) + n
-        with self._lock:
-            self._settled = now if now is not None else before
-            self._settled_at = time.perf_counter()
+            job.count(added)
+        self._before, self._unsettled, self._settled_at = now, False, time.perf_counter()
+        if now is not None:
+            with self._lock:
+                self._settled = now
 
     def _release(self) -> None:
         """Cancel all there is and tell it."""
         self._draining = True
+        self._end_all()
+        self._deliver()
+
+    def _end_all(self) -> None:
+        """Cancelled, or with the error that broke the context."""
+        self._broken = why = self._broken or self._rank.ctx.broken
+        error = ContextLost("step", because=why, do="close the engine and open it anew") if why else None
         with self._lock:
             jobs = list(self._jobs.values())
         for job in jobs:
-            self._finish(job, "cancelled")
-        self._deliver()
-
-
-def _reply(job: _Job, finish: Finish, error: BaseException | None, prefilled: int) -> Reply:
-    tokens = tuple(token.id for token in job.tokens)
-    return Reply(
-        tokens,
-        token_sha256([*job.request.ids, *tokens]),
-        token_sha256(tokens),
-        finish,
-        error,
-        {
-            "prompt_tokens": len(job.request.ids),
-            "new_tokens": len(tokens),
-            "cached_tokens": 0,
-            "prefilled": prefilled,
-            "decoded": job.decoded,
-            "prompt_chunks": job.prompt_chunks,
-            "decode_visits": job.decode_visits,
-            **(job.counted or {}),
-        },
-        job.stamps,
-        tuple(token.at for token in job.tokens),
-        job.live_min,
-        job.live_max,
-    )
+            self._finish(job, "error" if error else "cancelled", error)
 
 
 def _in_range(name: str, value: object, low: int, high: int) -> int:
