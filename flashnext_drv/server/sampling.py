@@ -19,7 +19,7 @@ __all__ = ["read_edits", "read_ids", "read_sampling", "read_stop_ids", "read_sto
 _MOST_STOPS: Final = 16
 _LONGEST_STOP: Final = 256  # characters
 _MOST_STOP_IDS: Final = 64
-_MOST_BIAS: Final = 1024
+_MOST_BIAS: Final = 900  # with stop ids beside them the engine takes 1024
 
 
 def read_sampling(given: Fields, defaults: Mapping[str, float]) -> Sampling:
@@ -39,9 +39,7 @@ def read_sampling(given: Fields, defaults: Mapping[str, float]) -> Sampling:
 
 def read_edits(given: Fields, vocab: int, defaults: Mapping[str, float]) -> Any:
     """Penalties and bias as the engine takes them; None where they change nothing."""
-    repetition = given.number(
-        "repetition_penalty", 0.0, 100.0, defaults.get("repetition_penalty", 1.0), above=True
-    )
+    repetition = given.number("repetition_penalty", 0.01, 100.0, defaults.get("repetition_penalty", 1.0))
     presence = given.number("presence_penalty", -2.0, 2.0, 0.0)
     frequency = given.number("frequency_penalty", -2.0, 2.0, 0.0)
     raw = given.take("logit_bias")
@@ -51,7 +49,8 @@ def read_edits(given: Fields, vocab: int, defaults: Mapping[str, float]) -> Any:
         )
     bias: dict[int, float] = {}
     for name, value in (raw or {}).items():
-        if not (name.isascii() and name.isdigit() and len(name) < 12 and int(name) < vocab):
+        plain = name.isascii() and name.isdigit() and len(name) < 12 and name == str(int(name))
+        if not plain or int(name) >= vocab:
             raise given.bad("logit_bias", name, f"token ids 0..{vocab - 1} as names")
         bias[int(name)] = given.number_of(f"logit_bias.{name}", value, -100.0, 100.0)
     if repetition == 1.0 and presence == frequency == 0.0 and not any(bias.values()):

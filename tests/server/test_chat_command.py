@@ -1,4 +1,4 @@
-"""`flashnext-drv chat` against a server of a few lines: what it sends, prints, keeps and says when it fails."""
+"""`flashnext-drv chat` against a server of a few lines: what it sends, prints and keeps, how it fails."""
 
 from __future__ import annotations
 

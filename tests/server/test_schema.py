@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from flashnext_drv.engine import sequence
 from flashnext_drv.engine.sequence import Sampling
 from flashnext_drv.server.fields import ApiError
 from flashnext_drv.server.parse import Delta
@@ -39,9 +41,18 @@ def test_a_plain_chat() -> None:
 
 def test_all_that_a_request_may_set() -> None:
     does_nothing: dict[str, Any] = {
-        "user": "me", "n": 1, "response_format": {"type": "text"}, "draft": False, "presence_penalty": 0,
-        "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}, "store": False,
-        "parallel_tool_calls": False, "service_tier": "auto", "modalities": ["text"],
+        "user": "me",
+        "n": 1,
+        "response_format": {"type": "text"},
+        "draft": False,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1,
+        "logit_bias": {},
+        "store": False,
+        "parallel_tool_calls": False,
+        "service_tier": "auto",
+        "modalities": ["text"],
     }
     ask = chat(
         max_completion_tokens=9,
@@ -71,6 +82,25 @@ def test_all_that_a_request_may_set() -> None:
     assert chat(ignore_eos=True, stop_token_ids=[3]).request.stop_ids == {3}
     assert chat(logprobs=True).logprobs == 0 and chat(logprobs=False).logprobs is None
     assert chat(stop="x").stop_strings == ("x",)
+
+
+def test_penalties_and_bias_become_edits(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"repetition_penalty": 1.5, "presence_penalty": -1, "frequency_penalty": 0.5}
+    bias = {"logit_bias": {"5": -100, "6": 2.5}}
+    monkeypatch.setattr(sequence, "Edits", SimpleNamespace, raising=False)
+    made = chat(fields | bias).request.edits
+    assert vars(made) == {
+        "repetition": 1.5,
+        "presence": -1.0,
+        "frequency": 0.5,
+        "bias": ((5, -100.0), (6, 2.5)),
+    }
+    assert vars(completion(bias).request.edits)["repetition"] == 1.0
+    monkeypatch.delattr(sequence, "Edits")
+    for name, value in (fields | bias).items():
+        with pytest.raises(ApiError, match="own logits") as caught:
+            chat({name: value})
+        assert caught.value.param == name
 
 
 def test_null_is_the_same_as_absent() -> None:

@@ -94,6 +94,7 @@ def test_known_fields_that_are_not_built_name_a_way_out(name: str, value: Any, s
         ("stop_token_ids", [1] * 65),
         ("logit_bias", {"512": 1}),
         ("logit_bias", {"a": 1}),
+        ("logit_bias", {"01": 1}),
         ("logit_bias", {"1": 101}),
         ("logit_bias", [1]),
         ("logit_bias", {"\u0661": 1}),
