@@ -19,8 +19,8 @@ import numpy as np
 from .client import Reply
 from .timing import times
 
-__all__ = ["Overlap", "Verdict", "cached_tokens", "count", "full_hash", "ids_hash", "overlap", "problems",
-           "row", "same_hash", "server_stamps", "verdict"]
+__all__ = ["Overlap", "Verdict", "cached_tokens", "count", "full_hash", "ids_hash", "joined_replies",
+           "overlap", "problems", "row", "same_hash", "server_stamps", "verdict"]
 
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 REPLAYS, EAGER = "graph_replays", "eager_rounds"
@@ -180,6 +180,25 @@ def row(reply: Reply) -> dict[str, Any]:
         "live": [count(runtime, "live_min"), count(runtime, "live_max")],
         "error": reply.error,
     }
+
+
+def joined_replies(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], list[str]]:
+    """(counts, what differs in words) of the replies of several results: one hash a request in all."""
+    known: dict[tuple[Any, Any], Any] = {}
+    counts, found = {"replies": 0, "failed": 0, "compared": 0, "equal": 0}, []
+    for i, part in enumerate(parts):
+        for reply in part["replies"]:
+            counts["replies"] += 1
+            counts["failed"] += bool(reply["problems"])
+            key = (reply["prompt_sha256"], reply["asked_tokens"])
+            if key in known:
+                counts["compared"] += 1
+                if same_hash(reply["new_sha256"], known[key]):
+                    counts["equal"] += 1
+                else:
+                    found.append(f"part {i}, {reply['name']}: not the hash that another leg has")
+            known.setdefault(key, reply["new_sha256"])
+    return counts, found
 
 
 def _usage_problems(reply: Reply, n_prompt: int, n_new: int, cold: bool) -> list[str]:

@@ -21,9 +21,10 @@ _FIELDS: Final = {"rss_bytes": "VmRSS", "rss_peak_bytes": "VmHWM", "swapped_byte
 
 
 def process_memory(pid: int | None = None) -> dict[str, Bytes]:
-    """rss_bytes, rss_peak_bytes (since the process began) and swapped_bytes of a process, by default ours."""
+    """rss_bytes, rss_peak_bytes (since the process began) and swapped_bytes of a process, by default ours; of
+    pid 0, which is no process's, nothing."""
     try:
-        text = Path(f"/proc/{pid or os.getpid()}/status").read_text(encoding="utf-8")
+        text = Path(f"/proc/{os.getpid() if pid is None else pid}/status").read_text(encoding="utf-8")
     except OSError:
         return dict.fromkeys(_FIELDS, UNMEASURED)
     lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ..errors import FlashNextError
-from .client import Ask, Cut, Reply, ask, each_alone
+from ..errors import FlashNextError, UsageError
+from .client import Ask, Cut, Reply, ask, each_alone, together
 from .inputs import asks, prompt_ids
 from .load import drift, held, settled
 from .site import Notes, Site
@@ -38,50 +38,39 @@ class Interrupts:
     phases: tuple[str, ...] = PHASES
     ways: tuple[str, ...] = ("disconnect", "cancel")
 
-    @property
-    def total(self) -> int:
-        return self.each * len(self.phases) * len(self.ways)
+    def longer(self, request: Ask) -> Ask:
+        """The request as it is interrupted."""
+        return replace(request, new_tokens=max(self.new_tokens, self.least_tokens))
 
 
 def run_interrupts(site: Site, sizes: Interrupts, *, salt: int = 7000) -> dict[str, Any]:
     """Solo runs, interruptions, recoveries."""
     notes, made = Notes(site), []
-    phases = [p for p in sizes.phases if p != "drain"] + [p for p in sizes.phases if p == "drain"]
-    cells = [(phase, way) for phase in phases for way in sizes.ways for _ in range(sizes.each)]
+    cells = [(phase, way) for phase in sizes.phases for way in sizes.ways for _ in range(sizes.each)]
     requests = asks([sizes.prompt_tokens if phase == "prompt" else sizes.short_tokens for phase, _ in cells],
                     site.vocab, sizes.new_tokens, salt=salt)
     solo = each_alone(site.target, requests)
     for i, reply in enumerate(solo):
         notes.take(f"solo {i}", reply)
     before = settled(site)["memory"]
-    drained = 0
+    drained = [i for i, (phase, _) in enumerate(cells) if phase == "drain"]
     for i, ((phase, way), request) in enumerate(zip(cells, requests, strict=True)):
-        if phase == "drain" and site.control is None:
-            notes.reasons.append(f"{phase} by {way}: the server was started elsewhere and cannot be drained")
-            continue
-        seen = _Seen(site, phase)
-        long = replace(request, new_tokens=max(sizes.new_tokens, sizes.least_tokens))
-        reply = _one(site, phase, way, long, seen, salt)
-        name = f"{phase} by {way} {i}"
-        if not reply.cut or len(reply.tokens) >= long.new_tokens:
-            notes.reasons.append(f"{name}: not interrupted")
-        if not held(reply, solo[i]):
-            notes.reasons.append(f"{name}: {reply.error or 'tokens differ from the solo run'}")
-        if not seen.held:
-            notes.reasons.append(f"{name}: the server was never seen in this phase")
-        if phase == "drain":
-            drained += 1
-            assert site.control is not None
-            site.target = site.control.again()
-        left = settled(site)["left"]
-        if left:
-            notes.reasons.append(f"{name}: still running afterwards: {left}")
-        made.append({"phase": phase, "way": way, "tokens": len(reply.tokens), "cut": reply.cut,
-                     "exact_so_far": held(reply, solo[i]), "seen": seen.held})
-        site.say(f"{name}: {reply.cut}, {len(reply.tokens)} tokens, "
-                 f"{'exact' if held(reply, solo[i]) else 'WRONG'}")
+        if phase != "drain":
+            seen = _Seen(site, phase)
+            reply = _one(site, phase, way, sizes.longer(request), seen, salt)
+            made.append(_judged(site, notes, i, phase, way, reply, solo[i], seen.held))
+            left = settled(site)["left"]
+            notes.reasons += [f"{phase} by {way} {i}: still running afterwards: {left}"] if left else []
     changed = drift(before, settled(site)["memory"])
     notes.reasons += [f"ledger: {each}" for each in changed]
+    if drained and site.control is None:
+        notes.reasons.append("drain: the server was started elsewhere and cannot be drained")
+    elif drained and site.control is not None:
+        longer = [sizes.longer(requests[i]) for i in drained]
+        ways = [cells[i][1] for i in drained]
+        for i, (reply, held_) in zip(drained, _while_draining(site, longer, ways), strict=True):
+            made.append(_judged(site, notes, i, "drain", cells[i][1], reply, solo[i], held_))
+        site.target = site.control.again()
     compared = notes.checks["equal"]
     for i, request in enumerate(requests):
         notes.take(f"recovery {i}", ask(site.target, request))
@@ -89,7 +78,7 @@ def run_interrupts(site: Site, sizes: Interrupts, *, salt: int = 7000) -> dict[s
     if len(made) < 24 or exact < 24:
         notes.reasons.append(f"{len(made)} interruptions and {exact} exact recoveries, 24 of each are wanted")
     return notes.result("interrupt", sizes=vars(sizes), interrupted=made, recoveries_exact=exact,
-                        restarts=drained, ledger_drift=changed)
+                        restarts=int(bool(drained) and site.control is not None), ledger_drift=changed)
 
 
 class _Seen:
@@ -98,14 +87,18 @@ class _Seen:
     def __init__(self, site: Site, phase: str) -> None:
         self.site, self.phase, self.held = site, phase, False
 
-    def __call__(self) -> bool:
+    def count(self) -> int:
+        """Requests in the phase, by the server's word now."""
         try:
             counts = self.site.counts()
         except FlashNextError:  # it has no time for us; the next look will tell
-            return False
-        wanted = {"queue": "queued", "prompt": "prompting", "decode": "decoding"}.get(self.phase)
-        self.held = self.held or (counts["draining"] > 0 and counts["decoding"] > 0 if wanted is None
-                                  else counts[wanted] > 0)
+            return 0
+        if self.phase == "drain":
+            return counts["decoding"] if counts["draining"] else 0
+        return counts[{"queue": "queued", "prompt": "prompting", "decode": "decoding"}[self.phase]]
+
+    def __call__(self) -> bool:
+        self.held = self.held or self.count() > 0
         return self.held
 
 
@@ -116,9 +109,35 @@ def _one(site: Site, phase: str, way: str, request: Ask, seen: _Seen, salt: int)
         return ask(site.target, request, Cut(when=seen, how=way))
     if phase == "decode":
         return ask(site.target, request, Cut(when=_all(seen, _Some(site)), how=way))
+    raise UsageError("an interruption has no such phase", phase=phase, do=f"use one of {', '.join(PHASES)}")
+
+
+def _judged(
+    site: Site, notes: Notes, i: int, phase: str, way: str, reply: Reply, solo: Reply, seen: bool
+) -> dict[str, Any]:
+    """One interruption as results hold it; what speaks against it goes into `notes`."""
+    name, exact = f"{phase} by {way} {i}", held(reply, solo)
+    if not reply.cut or len(reply.tokens) >= reply.ask.new_tokens:
+        notes.reasons.append(f"{name}: not interrupted")
+    if not exact:
+        notes.reasons.append(f"{name}: {reply.error or 'tokens differ from the solo run'}")
+    if not seen:
+        notes.reasons.append(f"{name}: the server was never seen in this phase")
+    site.say(f"{name}: {reply.cut}, {len(reply.tokens)} tokens, {'exact' if exact else 'WRONG'}")
+    return {"phase": phase, "way": way, "tokens": len(reply.tokens), "cut": reply.cut, "exact_so_far": exact,
+            "seen": seen}
+
+
+def _while_draining(site: Site, requests: list[Ask], ways: list[str]) -> list[tuple[Reply, bool]]:
+    """All at once; the server is told to drain when all of them decode, then each is given up.  Each with
+    whether the server was seen draining while it decoded."""
     assert site.control is not None
-    drain = _Once(site.control.drain, _Seen(site, "decode"))
-    return ask(site.target, request, Cut(when=_all(drain, seen), how=way))
+    n = len(requests)
+    drain = _Once(site.control.drain, lambda: _Seen(site, "decode").count() >= n)
+    seen = [_Seen(site, "drain") for _ in requests]
+    cuts = [Cut(when=_all(drain, one), how=way) for one, way in zip(seen, ways, strict=True)]
+    replies = together(site.target, requests, cuts=cuts)
+    return [(reply, one.held) for reply, one in zip(replies, seen, strict=True)]
 
 
 class _Some(threading.Event):
@@ -135,16 +154,18 @@ class _Some(threading.Event):
 
 
 class _Once:
-    """Does something once, as soon as a condition holds; holds from then on."""
+    """Does something once, as soon as a condition holds; holds from then on.  For several threads."""
 
     def __init__(self, do: Callable[[], None], when: Callable[[], bool]) -> None:
         self._do, self._when, self._done = do, when, False
+        self._lock = threading.Lock()
 
     def __call__(self) -> bool:
-        if not self._done and self._when():
-            self._do()
-            self._done = True
-        return self._done
+        with self._lock:
+            if not self._done and self._when():
+                self._do()
+                self._done = True
+            return self._done
 
 
 def _all(*conditions: Callable[[], bool]) -> Callable[[], bool]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from .client import Ask, ask, each_alone, together
-from .evidence import same_hash, verdict
+from .evidence import joined_replies, verdict
 from .inputs import asks, prompt_ids
 from .site import Notes, Site
 
@@ -91,19 +91,9 @@ def join_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     own, wanted = {"lines", "modes"}, _plain(MATRIX)
     reasons += [f"part {i} has {name} {part['cells'].get(name)}" for i, part in enumerate(parts)
                 for name in wanted.keys() - own if part["cells"].get(name) != wanted[name]]
-    known: dict[tuple[Any, Any], Any] = {}
-    n_compared = 0
-    for i, part in enumerate(parts):
-        for reply in part["replies"]:
-            key = (reply["prompt_sha256"], reply["asked_tokens"])
-            if key in known:
-                n_compared += 1
-                if not same_hash(reply["new_sha256"], known[key]):
-                    reasons.append(f"part {i}, {reply['name']}: not the hash that another leg has")
-            known.setdefault(key, reply["new_sha256"])
-    return {"kind": "matrix", "verdict": verdict(reasons).as_dict(), "legs": legs,
-            "checks": {"compared": n_compared, "requests": len(known)}, "cells": wanted,
-            "replies": [reply for part in parts for reply in part["replies"]]}
+    checks, differ = joined_replies(parts)
+    return {"kind": "matrix", "verdict": verdict([*reasons, *differ]).as_dict(), "legs": legs,
+            "checks": checks, "cells": wanted, "replies": [r for part in parts for r in part["replies"]]}
 
 
 def _leg(site: Site, notes: Notes, cells: Cells, leg: str, salt: int) -> list[dict[str, Any]]:

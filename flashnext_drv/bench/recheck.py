@@ -13,7 +13,7 @@ from typing import Any
 
 from .evidence import full_hash, same_hash
 from .timing import middle, times
-from .workload import MODES, NAME, WORKLOAD
+from .workload import MODES, NAME, PART, WORKLOAD
 
 __all__ = ["figures", "recheck"]
 
@@ -31,7 +31,7 @@ def recheck(results: Mapping[str, Any]) -> list[str]:
         found += [f"{row['name']}: {each}" for row in rows for each in _row(row)]
         found += _equality(rows)
         found += _memory(results)
-    if results["kind"] in (NAME, "scaled"):
+    if results["kind"].removesuffix(PART) in (NAME, "scaled"):
         found += _workload(results, rows)
     return found
 
@@ -84,11 +84,15 @@ def _memory(results: Mapping[str, Any]) -> list[str]:
 def _workload(results: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     sizes = results["sizes"]
     named = sizes == vars(WORKLOAD)
-    found = [] if named is (results["kind"] == NAME) else [f"sizes {sizes} are called {results['kind']!r}"]
+    kind, n_modes = results["kind"], len({leg["mode"] for leg in results["legs"]})
+    found = [] if named is (kind.removesuffix(PART) == NAME) else [f"sizes {sizes} are called {kind!r}"]
+    if not kind.endswith(PART) and n_modes < len(MODES):
+        found.append(f"{n_modes} modes are called {kind!r}")
     if not results["verdict"]["qualified"]:
         return found
     legs = {(leg["mode"], leg["streams"]): leg for leg in results["legs"]}
-    wanted = [(mode, n) for mode in MODES for n in (1, sizes["streams"])]
+    modes = [mode for mode in MODES if not kind.endswith(PART) or (mode, 1) in legs]
+    wanted = [(mode, n) for mode in modes for n in (1, sizes["streams"])]
     found += [f"no leg {mode} c={n}" for mode, n in wanted if (mode, n) not in legs]
     lengths = (sizes["prompt_tokens"], sizes["new_tokens"])
     found += [f"{row['name']}: {row['prompt_tokens']} in, {row['new_tokens']} out" for row in rows

@@ -1,9 +1,9 @@
 """The workload: exactly 16,384 tokens in and 1,024 out, nothing cached, one stream and eight at once.
 
-Called by cli/bench.py.  What must stay true: only a run of exactly these sizes is called "workload"; any
-other is "scaled", whatever it was asked to be called.  Every stream is held to its solo run, graphs to eager;
-that eight streams decoded at once is shown by the server's stamps, that graphs were replayed by each
-request's own counters.
+Called by cli/bench.py.  What must stay true: only a run of exactly these sizes and all modes is called
+"workload"; any other is "scaled", one that leaves a mode out a "-part", whatever it was asked to be called.
+Every stream is held to its solo run, graphs to eager; that eight streams decoded at once is shown by the
+server's stamps, that graphs were replayed by each request's own counters.
 
     graph   c=1: each of the eight inputs alone (the first is timed again)     c=8: all eight at once
     eager   c=1: the first input                                               c=8: all eight at once
@@ -11,20 +11,22 @@ request's own counters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from .client import Ask, Reply, ask, each_alone, together
-from .evidence import server_stamps
+from .evidence import joined_replies, server_stamps, verdict
 from .inputs import asks
 from .site import Notes, Site
 from .timing import gaps_us, middle, times
 
-__all__ = ["MODES", "NAME", "WORKLOAD", "Sizes", "is_workload", "run_workload"]
+__all__ = ["MODES", "NAME", "PART", "WORKLOAD", "Sizes", "is_workload", "join_workload",
+           "run_workload"]
 
 NAME: Final = "workload"
 MODES: Final = ("graph", "eager")
+PART: Final = "-part"  # behind the name of a run that leaves a mode out
 _LEAST_SHARE: Final = 0.9  # of decode rounds by replay: the others ran while an executable was being made
 
 
@@ -54,16 +56,29 @@ def run_workload(
     name = NAME if is_workload(sizes) else "scaled"
     if site.max_streams < sizes.streams:
         notes.reasons.append(f"the server takes {site.max_streams} streams, {sizes.streams} are needed")
-    for mode in MODES:
-        if mode not in modes:
-            notes.reasons.append(f"the {mode} leg was not run")
-            continue
+    for mode in (mode for mode in MODES if mode in modes):
         site.switch(mode)
         legs += _legs(site, notes, mode, inputs)
     for made in notes.rows:
         notes.reasons += _length_reasons(made, sizes)
+    name += "" if set(MODES) <= set(modes) else PART
     return notes.result(name, sizes=vars(sizes), legs=legs, inputs="distinct ids of an integer hash",
                         first_salt=salt)
+
+
+def join_workload(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One result out of parts that ran other modes: every request has the same hash in all of them."""
+    reasons = [f"part {i}: {reason}" for i, part in enumerate(parts) for reason in part["verdict"]["reasons"]]
+    sizes = Sizes(**parts[0]["sizes"])
+    reasons += [f"part {i} has other sizes" for i, part in enumerate(parts) if part["sizes"] != vars(sizes)]
+    legs = [leg for part in parts for leg in part["legs"]]
+    there = [(leg["mode"], leg["streams"]) for leg in legs]
+    reasons += [f"{there.count((mode, n))} legs {mode} c={n}" for mode in MODES for n in (1, sizes.streams)
+                if there.count((mode, n)) != 1]
+    checks, differ = joined_replies(parts)
+    return {"kind": NAME if is_workload(sizes) else "scaled", "sizes": vars(sizes), "legs": legs,
+            "verdict": verdict([*reasons, *differ]).as_dict(), "checks": checks,
+            "replies": [reply for part in parts for reply in part["replies"]]}
 
 
 def _legs(site: Site, notes: Notes, mode: str, inputs: Sequence[Ask]) -> list[dict[str, Any]]:

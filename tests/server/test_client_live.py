@@ -109,15 +109,17 @@ def test_a_running_server_gives_figures_and_no_receipt(
 def test_a_server_of_its_own_gives_a_result_to_seal(
     device_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "r.json"
-    code, said = run(["cold", "--pack", str(PACK), "--device", device_name, "--no-deep", "--new-tokens",
-                      "2", "--lengths", "4", "--out", str(out)], capsys)
+    out = tmp_path / "results"
+    code, said = run(["cold,cache", "--pack", str(PACK), "--device", device_name, "--no-deep", "--new-tokens",
+                      "2", "--lengths", "4", "--repeats", "1", "--out", str(out)], capsys)
     assert code == 0, said
-    made: dict[str, Any] = json.loads(out.read_text())
-    assert schema_problems(made) == [] and recheck(made["results"]) == []
-    ledger = made["results"]["ledger"]
-    assert ledger["closed"] == {"entries": 0, "engines": 1} and ledger["load"]["rows"]
-    assert made["results"]["gauges"][0]["process"]["rss_bytes"] > 1 << 20
+    for kind in ("cold", "cache"):
+        made: dict[str, Any] = json.loads((out / f"{kind}.json").read_text())
+        assert schema_problems(made) == [] and recheck(made["results"]) == []
+        ledger = made["results"]["ledger"]
+        assert ledger["closed"] == {"entries": 0, "engines": 1} and ledger["load"]["rows"]
+        assert made["results"]["gauges"]["process"]["rss_bytes"] > 1 << 20
+        assert made["results"]["kind"] == kind and made["results"]["limits"]["deep"] == "off"
 
 
 def test_the_matrix_starts_a_server_for_each_number_of_lines(
@@ -134,13 +136,24 @@ def test_the_matrix_starts_a_server_for_each_number_of_lines(
         for part, lines in zip(parts, ("5", "all"), strict=True):
             code, said = run([*words, str(part), "--lines", lines], capsys)
             assert code == 0, said
-    code, said = run(["matrix", "--join", *map(str, parts)], capsys)
+    whole = tmp_path / "whole.json"
+    code, said = run(["matrix", "--out", str(whole), "--join", *map(str, parts)], capsys)
     assert code == 1 and "no leg with lines 16, graph" in said and "another leg has" not in said
+    made = json.loads(whole.read_text())
+    assert schema_problems(made) == [] and made["results"]["ledger"]["closed"]["engines"] == 2
+    other = json.loads(parts[1].read_text())
+    parts[1].write_text(json.dumps(other | {"source_digest": "0" * 64}))
+    assert run(["matrix", "--join", *map(str, parts)], capsys)[0] == 2
+    assert run(["workload", "--join", *map(str, parts)], capsys)[0] == 3
 
 
 def test_what_cannot_be_measured_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["decode"], capsys)[0] == 2
     assert run(["decode", "http://127.0.0.1:9", "--pack", "x"], capsys)[0] == 2
     assert run(["matrix", "http://127.0.0.1:9"], capsys)[0] == 2
+    assert run(["matrix,decode", "--pack", "x"], capsys)[0] == 2
+    for words in (["nothing"], ["decode,decode"], ["decode", "--repeats", "0"], ["workload", "--modes", "x"]):
+        with pytest.raises(SystemExit):
+            run(words, capsys)
     assert run(["decode", "http://127.0.0.1:9"], capsys)[0] == 1  # nobody answers
     assert ask(Target("http://127.0.0.1:9", timeout_s=1), Ask((1,), 1)).error
