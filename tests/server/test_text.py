@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flashnext_drv.server.calls import forced_opening
@@ -119,6 +119,9 @@ def stopped_at(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
 
 
 @settings(deadline=None, max_examples=120)
+@example("abbb", ["abbb", "bb"], False, [])
+@example("aabaab", ["abaab"], False, [4])
+@example("babab", ["ab", "bab"], True, [2])
 @given(
     st.text("ab", max_size=30),
     st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
@@ -343,6 +346,13 @@ def test_reasoning_tokens_and_reasons_to_end() -> None:
     opened = stream(parser=parser())
     opened.push([*text.encode("<think>"), *thought, *rest])
     assert opened.reasoning_tokens == len(thought) + 1
+
+
+def test_reasoning_tokens_are_counted_when_the_mark_is_spelled_out() -> None:
+    one = stream(parser=parser(reasoning=True))
+    deltas = texts.run_pieces(one.push, [[i] for i in texts.ids_of(b"abc</think>de")])
+    assert texts.joined(deltas) == [("reasoning", "abc", 0, "", ""), ("content", "de", 0, "", "")]
+    assert one.reasoning_tokens == len("abc</think>") and one.n_tokens == len("abc</think>de")
 
 
 def test_without_a_text_side_tokens_are_counted() -> None:
