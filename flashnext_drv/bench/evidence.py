@@ -20,7 +20,7 @@ from .client import Reply
 from .timing import times
 
 __all__ = ["Overlap", "Verdict", "cached_tokens", "count", "full_hash", "ids_hash", "joined_replies",
-           "overlap", "problems", "row", "same_hash", "server_stamps", "verdict"]
+           "overlap", "present", "problems", "row", "same_hash", "server_stamps", "verdict"]
 
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 REPLAYS, EAGER = "graph_replays", "eager_rounds"
@@ -157,6 +157,18 @@ def overlap(replies: Sequence[Reply]) -> Overlap:
     if len({reply.ask.ids for reply in replies}) < n:
         found.append("the inputs are not distinct")
     return Overlap(max(end - begin, 0.0), within, tuple(found))
+
+
+def present(replies: Sequence[Reply]) -> list[str]:
+    """Why it is not shown that all requests were with the server at one time, in words: the last came before
+    the first had its last token.  Weaker than `overlap`: long prompts with short replies decode one after the
+    other."""
+    found = [server_stamps(reply) for reply in replies]
+    begun = [at for at, stamps in found if at is not None and stamps]
+    if len(begun) < len(replies):
+        return ["a stream has no server stamps"]
+    late = max(begun) >= min(stamps[-1] for _, stamps in found)
+    return ["a stream had ended before another came"] if late else []
 
 
 def row(reply: Reply) -> dict[str, Any]:

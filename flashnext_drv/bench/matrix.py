@@ -105,7 +105,8 @@ def _leg(site: Site, notes: Notes, cells: Cells, leg: str, salt: int) -> list[di
             out.append(_cell(length, state, made))
         for i, reply in enumerate(each_alone(site.target, inputs[1:])):
             notes.take(f"{leg} {length} solo {i + 1}", reply, replays=replays)
-        wave = notes.wave(f"{leg} {length} x{cells.together}", together(site.target, inputs), replays=replays)
+        wave = notes.wave(f"{leg} {length} x{cells.together}", together(site.target, inputs),
+                          replays=replays, decoding=False)  # a long prompt outlasts another's short reply
         out.append({"length": length, "state": "concurrent", **wave})
     out += _widths(site, notes, cells, leg, salt + 50, replays)
     request = Ask(prompt_ids(cells.repeat_length, site.vocab, salt + 90), cells.repeat_tokens)

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 from ..errors import RemoteError, UsageError
 from .client import Ask, Reply, Target, get_json
-from .evidence import Verdict, ids_hash, overlap, problems, row, same_hash, verdict
+from .evidence import Verdict, ids_hash, overlap, present, problems, row, same_hash, verdict
 
 __all__ = ["Control", "Notes", "Say", "Site", "find_site"]
 
@@ -112,14 +112,18 @@ class Notes:
             self._known[reply.ask] = (name, mine)
         return made
 
-    def wave(self, name: str, replies: Sequence[Reply], *, replays: bool | None = None) -> dict[str, Any]:
-        """Judge replies that were asked for at once; proof that they ran at once is part of it."""
+    def wave(
+        self, name: str, replies: Sequence[Reply], *, replays: bool | None = None, decoding: bool = True
+    ) -> dict[str, Any]:
+        """Judge replies that were asked for at once; proof that they decoded at once is part of it, or,
+        without `decoding`, that all were with the server at once."""
         made = [self.take(f"{name}/{i}", reply, replays=replays) for i, reply in enumerate(replies)]
         out: dict[str, Any] = {"name": name, "streams": len(replies), "aggregate": _aggregate(replies)}
         if len(replies) > 1:
             proof = overlap(replies)
             self.checks["overlaps"] += 1
-            self.reasons += [f"{name}: {each}" for each in proof.problems]
+            against = proof.problems if decoding else present(replies)
+            self.reasons += [f"{name}: {each}" for each in against]
             out["overlap"] = {"seconds": round(proof.seconds, 6), "fewest_tokens": proof.tokens,
                               "problems": list(proof.problems)}
         return out | {"rows": [each["name"] for each in made]}

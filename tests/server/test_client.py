@@ -200,6 +200,12 @@ def test_a_wave_needs_stamps_counts_and_distinct_inputs(fake: fakes.Fake) -> Non
     assert "no server stamps" in overlap(wave(fake, 2, runtime_edit={"token_at": None})).problems[-1]
     assert "2 wanted" in overlap(wave(fake, 2, runtime_edit={"live_max": 1})).problems[-1]
     assert "2 wanted" in overlap(wave(fake, 2, runtime_edit={"live_max": None})).problems[-1]
+    assert evidence.present(wave(fake, 3)) == []
+    none = wave(fake, 2, runtime_edit={"token_at": None})
+    assert evidence.present(none) == ["a stream has no server stamps"]
+    far = {"stamps": {"submitted": 1e9}, "token_at": [2e9] * 10}
+    first, later = wave(fake, 1)[0], wave(fake, 1, runtime_edit=far)
+    assert evidence.present([first, later[0]]) == ["a stream had ended before another came"]
     same = wave(fake, 2)
     assert "not distinct" in overlap([same[0], same[0]]).problems[-1]
     assert overlap(same[:1]).problems == ("one stream cannot overlap",)
