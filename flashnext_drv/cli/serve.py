@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _MOST_STREAMS: Final = 16
+_CONTEXT: Final = 8192  # tokens of a sequence unless said otherwise
 _POLL_S: Final = 0.25
 _HEARTBEAT_S: Final = 15.0
 _HARD_S: Final = 5.0  # after the second signal
@@ -72,9 +73,8 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument(
         "--context",
         type=int,
-        default=8192,
         metavar="N",
-        help="most tokens of a sequence, prompt and reply (default 8192)",
+        help="most tokens of a sequence, prompt and reply (default 8192, or what the model has)",
     )
     group = parser.add_argument_group("who may ask")
     group.add_argument(
@@ -170,8 +170,9 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return MISSING
-    settings, limits = _settings(args), _limits(args)
+    settings = _settings(args)
     pack = open_pack(args.pack)
+    limits = _limits(args, pack)
     model = _model(args, pack, limits)
 
     def open_engine(progress: Callable[[str, int, int], None]) -> Any:
@@ -303,13 +304,18 @@ def _settings(args: argparse.Namespace) -> Settings:
     )
 
 
-def _limits(args: argparse.Namespace) -> Limits:
+def _limits(args: argparse.Namespace, pack: PackBase) -> Limits:
+    """Raises UsageError, also on a context that the model does not have."""
     from ..model.layout import Limits
 
+    most = pack.config.max_positions
+    context = min(_CONTEXT, most) if args.context is None else args.context
+    if context > most:
+        raise UsageError("--context is longer than the model's positions", context=context, positions=most)
     fields = {**deep_limits(args), **memory_limits(args)}
     fields["rows"] = max(fields["rows"], min(args.max_streams, 16))
     return Limits(
-        context_tokens=args.context,
+        context_tokens=context,
         sequences=args.max_streams,
         graph=args.graph,
         **fields,
