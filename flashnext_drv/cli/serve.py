@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import logging
 import os
 import queue
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -180,6 +181,7 @@ def run(args: argparse.Namespace) -> int:
 
         return Engine.open(pack, limits, device=args.device, progress=progress)
 
+    logging.basicConfig(handlers=[_LogLines(settings.log)], level=logging.WARNING, force=True)
     worker = Worker(
         open_engine, max_streams=args.max_streams, max_queue=args.max_queue, chunk=args.round_rows
     )
@@ -243,6 +245,20 @@ def _wait(args: argparse.Namespace, worker: Worker, told: queue.SimpleQueue[int]
                     os._exit(INTERRUPTED)
     settings.log({"event": worker.state, **({"error": str(worker.error)} if worker.error else {})})
     return GOOD if n_stops < 2 else INTERRUPTED
+
+
+class _LogLines(logging.Handler):
+    """What libraries log, such as uvicorn, in the form of all other lines."""
+
+    def __init__(self, log: Callable[[Mapping[str, Any]], None]) -> None:
+        super().__init__()
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = {"event": "log", "logger": record.name, "level": record.levelname, "said": record.getMessage()}
+        if record.exc_info:
+            line["trace"] = logging.Formatter().formatException(record.exc_info)
+        self._log(line)
 
 
 @contextmanager

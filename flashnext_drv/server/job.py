@@ -74,6 +74,7 @@ class Job:
         self._tokens: list[Token] = []
         self._ticket: Ticket | None = None
         self._finish_text = ""  # the reply's end as its text tells it
+        self._closing = False
 
     def submit(self) -> None:
         """Queue it.  Raises what Worker.submit raises."""
@@ -103,7 +104,8 @@ class Job:
         return piece
 
     async def close(self) -> None:
-        """Cancel what still runs and take in its end."""
+        """Cancel what still runs and take in its end; texts are not made any more."""
+        self._closing = True
         self.cancel()
         while self._ticket is not None and not self.finish:
             await self._next(60.0)
@@ -122,7 +124,7 @@ class Job:
             return None
         event, piece = self._inbox.popleft()
         if piece is None:
-            piece = self._piece(event)
+            piece = Piece(event.kind) if self._closing else self._piece(event)
         self.n_tokens += len(piece.tokens)
         self.prompt_done = max(self.prompt_done, piece.prompt_done)
         return piece if event.kind != "done" else self._ended(event, piece)
@@ -137,7 +139,7 @@ class Job:
                 piece = self._piece(event)
             except Exception as error:  # of ours: this request fails, the thread goes on
                 self.error, enough = error, True
-                piece = Piece(event.kind)
+                piece = Piece(event.kind, end=event.kind == "done")
             enough = enough or self.stream.stopped
         self._inbox.append((event, piece))
         if not self._told:
@@ -171,10 +173,11 @@ class Job:
         reply = event.reply
         if not self.stream.stopped:  # what went wrong behind a reply's end is none of its business
             self.error = self.error or event.error
-        self.finish = "error" if self.error is not None or reply is None else self._finish_text
+        finish = self._finish_text or ("error" if reply is None else reply.finish)
+        self.finish = "error" if self.error is not None else finish
         if reply is None:
             return piece
-        n = len(self._tokens)
+        n = len(self._tokens) if self.stream.stopped else len(reply.tokens)
         behind = len(reply.tokens) - n
         if behind:  # drawn behind a stop string: no part of the reply
             tokens = reply.tokens[:n]
@@ -186,6 +189,7 @@ class Job:
                 sha256=token_sha256([*self.request.ids, *tokens]),
             )
         self.reply = replace(reply, counters={**reply.counters, "new_tokens": n, "drawn_behind_stop": behind})
+        self.n_tokens = n
         self._metrics.finished(self.reply, _REASONS.get(self.finish, self.finish), len(self.request.ids))
         return piece
 

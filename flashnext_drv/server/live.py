@@ -86,10 +86,10 @@ class Server:
         self.stop()
 
     def stop(self, *, hard: bool = False) -> None:
-        """Take no more connections and wait for the open ones; hard: drop them.  Idempotent."""
+        """Take no more connections and wait for the open ones, `grace` seconds, or hard: one.  Idempotent."""
+        if hard:  # their last events are on the way
+            self._server.config.timeout_graceful_shutdown = 1
         self._server.should_exit = True
-        if hard:
-            self._server.force_exit = True
         if self._thread.ident is not None:
             self._thread.join()
         self._socket.close()

@@ -24,7 +24,7 @@ from flashnext_drv.server.worker import Worker
 
 # The deep pass is what runs prompts fastest on the simulator.
 LIMITS = Limits(
-    context_tokens=448, sequences=8, rows=16, prompt_rows=16, chunk=256, deep_rows=17, steps_ahead=2
+    context_tokens=2048, sequences=8, rows=16, prompt_rows=16, chunk=256, deep_rows=17, steps_ahead=2
 )
 MAX_QUEUE = 8
 

@@ -19,7 +19,7 @@ from flashnext_drv.server.live import Server
 
 from .served import MAX_QUEUE, Served, events_of, serving
 
-LONG = 400  # tokens that nobody waits for
+LONG = 1900  # tokens that nobody waits for
 
 
 def open_stream(served: Served, ids: list[int], n_new: int, **more: Any) -> socket.socket:

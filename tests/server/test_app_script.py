@@ -198,3 +198,22 @@ def test_loading_can_be_stopped() -> None:
     worker.drain()
     release.set()
     assert worker.join(10) and worker.state == "closed" and worker.error is None
+
+
+@pytest.mark.parametrize("stop", (None, "zz"), ids=("by-the-client", "by-the-engine"))
+@pytest.mark.parametrize("stream", (False, True))
+def test_a_bug_in_reading_text_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch, stream: bool, stop: str | None
+) -> None:
+    with saying(b"abc" * 50) as (served, worker):
+        body = {"prompt": "x", "max_tokens": 99, "stream": stream, "stop": stop}
+        with monkeypatch.context() as patched:
+            patched.setattr("flashnext_drv.server.parse.ReplyStream.push", lambda *_: 1 / 0)
+            broken = served.ask("POST", "/v1/completions", body, {"X-Request-Id": "r-3"})
+            line = served.line("r-3")
+        code = broken.events()[-1]["error"]["code"] if stream else broken.error()["code"]
+        assert code == "internal_error" and broken.status == (200 if stream else 500)
+        assert "ZeroDivisionError" in line["trace"] and line["finish"] in ("error", "cancelled", "stop")
+        assert stop is None or worker.enough
+        assert served.ask("GET", "/status").json()["requests"] == []
+        assert served.ask("POST", "/v1/completions", {**body, "stream": False}).status == 200
