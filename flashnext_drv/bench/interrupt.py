@@ -70,7 +70,7 @@ def run_interrupts(site: Site, sizes: Interrupts, *, salt: int = 7000) -> dict[s
         ways = [cells[i][1] for i in drained]
         for i, (reply, held_) in zip(drained, _while_draining(site, longer, ways), strict=True):
             made.append(_judged(site, notes, i, "drain", cells[i][1], reply, solo[i], held_))
-        site.target = site.control.again()
+        site.renew()
     compared = notes.checks["equal"]
     for i, request in enumerate(requests):
         notes.take(f"recovery {i}", ask(site.target, request))

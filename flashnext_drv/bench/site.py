@@ -81,6 +81,13 @@ class Site:
         self.control.graphs(mode == "graph")
         self.mode = mode
 
+    def renew(self) -> None:
+        """After a drain: serve anew, in the same mode.  Raises UsageError on a server started elsewhere."""
+        if self.control is None:
+            raise UsageError("a server that was started elsewhere cannot be started again")
+        self.target = self.control.again()
+        self.control.graphs(self.mode == "graph")
+
 
 class Notes:
     """Rows of replies, and what speaks against them."""

@@ -56,9 +56,11 @@ def run_workload(
     name = NAME if is_workload(sizes) else "scaled"
     if site.max_streams < sizes.streams:
         notes.reasons.append(f"the server takes {site.max_streams} streams, {sizes.streams} are needed")
+    before = site.mode
     for mode in (mode for mode in MODES if mode in modes):
         site.switch(mode)
         legs += _legs(site, notes, mode, inputs)
+    site.switch(before)
     for made in notes.rows:
         notes.reasons += _length_reasons(made, sizes)
     name += "" if set(MODES) <= set(modes) else PART

@@ -260,7 +260,8 @@ def _needs(args: argparse.Namespace, kind: str) -> tuple[int, int]:
         return asked.prompt_tokens + asked.new_tokens + _CHAT, asked.streams
     if kind == "interrupt":
         stops = _interrupts(args)
-        return max(stops.prompt_tokens, stops.short_tokens) + stops.new_tokens + _CHAT, max(8, stops.each * 2)
+        new_ = max(stops.new_tokens, stops.least_tokens)
+        return max(stops.prompt_tokens, stops.short_tokens) + new_ + _CHAT, max(8, stops.each * 2)
     if kind == "concurrent":
         return (args.prompt_tokens or 64) + (new or 128) + _CHAT, max(args.widths or (8,))
     longest = {"decode": (64,), "cache": lengths or matrix.MATRIX.lengths,

@@ -80,12 +80,14 @@ def test_a_load_with_cancels(site: Site) -> None:
 @pytest.mark.parametrize(("phases", "way"), [(("queue", "decode"), "cancel"),
                                              (("prompt", "drain"), "disconnect")])
 def test_interrupted_in_every_phase_and_exact_again(site: Site, phases: tuple[str, ...], way: str) -> None:
+    site.switch("eager" if "drain" in phases else "graph")
     sizes = interrupt.Interrupts(each=1, prompt_tokens=56, short_tokens=4, new_tokens=2, least_tokens=60,
                                  phases=phases, ways=(way,))
     found = interrupt.run_interrupts(site, sizes)
     assert found["verdict"]["reasons"] == ["2 interruptions and 2 exact recoveries, 24 of each are wanted"]
     assert [(one["phase"], one["way"]) for one in found["interrupted"]] == [(phase, way) for phase in phases]
     assert found["restarts"] == phases.count("drain") and found["ledger_drift"] == []
+    assert problems(ask(site.target, Ask(prompt_ids(3, site.vocab), 8)), replays=site.mode == "graph") == []
 
 
 def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
