@@ -311,13 +311,16 @@ class Rank(Owner):
         With path STEP or STEP_EDITS `times` rounds, one token each.
 
         Replays the round's graphs where they are wanted and can be made, else runs its launches; same bytes.
-        pattern: rows of each window.  longest: tokens of the longest sequence after the round.
+        pattern: rows of each window.  A round of decode is one however many sequences it has: a graph serves
+        all of its bucket.  longest: tokens of the longest sequence after the round.
 
         observer, when set, is called after every launch of an eager round, with the launch done.
         """
         with self.ctx.active():
             self.tables.publish(self.stream)
             context = self.layout.context_bucket(longest)
+            if all(n == 1 for n in pattern):
+                pattern = pattern[:1]
             for part in _PARTS[path] * times:
                 self._run(part, bucket, pattern, context)
             if path in (STEP, STEP_EDITS):

@@ -83,8 +83,8 @@ def test_decode_by_graphs_has_eager_bytes(engine: Engine, bucket: int) -> None:
     assert decode(engine, True, live) == eager
     found = gained(engine, before)
     assert found["replays"] == found["head_replays"] == len(live) and "eager_rounds" not in found
-    assert any((each.path, each.rows, each.pattern) == ("body", bucket, (1,) * bucket)
-               for each in engine.rank.graphs.identities())
+    assert [each.pattern for each in engine.rank.graphs.identities()
+            if (each.path, each.rows) == ("body", bucket)] == [(1,)]
 
 
 def test_sequences_join_and_leave(engine: Engine) -> None:
@@ -94,10 +94,10 @@ def test_sequences_join_and_leave(engine: Engine) -> None:
     before = counted(engine)
     assert decode(engine, True, live) == eager
     found = gained(engine, before)
-    assert found["replays"] == len(live) and found["captures"] == found["instantiations"]
+    assert found["replays"] == len(live) and found.get("captures") == found.get("instantiations")
     assert decode(engine, True, live) == eager
     again = gained(engine, before)
-    assert again["replays"] == 2 * len(live) and again["captures"] == found["captures"], "all were kept"
+    assert again["replays"] == 2 * len(live) and again.get("captures") == found.get("captures"), "all were kept"
 
 
 def test_windows_of_several_rows(micro: Any, device: str) -> None:
