@@ -12,14 +12,15 @@ __version__ = "0.1.0"
 
 _ENGINE = ("Edits", "Engine", "Generation", "Limits", "MemoryReport", "Prefill", "Sampling")
 _ERRORS = ("BuildError", "Cancelled", "CapacityError", "CheckpointError", "ContextLost", "ContractError",
-           "DriverError", "DriverMissing", "FlashNextError", "LeakError", "OutOfMemory", "SimError",
-           "UsageError")
-_PUBLIC = {**dict.fromkeys(_ENGINE, ".engine.engine"), **dict.fromkeys(_ERRORS, ".errors")}
+           "Draining", "DriverError", "DriverMissing", "FlashNextError", "LeakError", "OutOfMemory",
+           "QueueFull", "SimError", "UsageError")
+_PUBLIC = {**dict.fromkeys(_ENGINE, ".engine.engine"), **dict.fromkeys(_ERRORS, ".errors"),
+           "Request": ".engine.requests", "Scheduler": ".engine.scheduler"}
 
 __all__ = ["BuildError", "Cancelled", "CapacityError", "CheckpointError", "ContextLost", "ContractError",
-           "DriverError", "DriverMissing", "Edits", "Engine", "FlashNextError", "Generation", "LeakError",
-           "Limits", "MemoryReport", "OutOfMemory", "Prefill", "Sampling", "SimError", "UsageError",
-           "__version__"]
+           "Draining", "DriverError", "DriverMissing", "Edits", "Engine", "FlashNextError", "Generation",
+           "LeakError", "Limits", "MemoryReport", "OutOfMemory", "Prefill", "QueueFull", "Request",
+           "Sampling", "Scheduler", "SimError", "UsageError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,8 +9,11 @@
      +- CheckpointError     a pack that cannot be used as it is
      +- ContractError       a kernel broke its declaration, or arguments do not fit it
      +- CapacityError       a limit that was given is too small for what is asked
+     |   +- QueueFull        a scheduler holds as many as it may     retry_after_seconds
      +- Cancelled           a prompt's caller asked to stop             done_tokens, prompt_tokens
      +- UsageError          a call in the wrong state or with a value outside its documented range
+     |   +- Draining         a scheduler takes nothing new any more
+     +- RemoteError         a server's answer cannot be used           status
      +- LeakError           something was not closed                   entries
      +- SimError            a finding of the simulator
          +- RaceFound, OutOfBounds, PoisonRead, Deadlock
@@ -25,8 +28,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 __all__ = ["BuildError", "Cancelled", "CapacityError", "CheckpointError", "ContextLost", "ContractError",
-           "Deadlock", "DriverError", "DriverMissing", "FlashNextError", "LeakError", "OutOfBounds",
-           "OutOfMemory", "PoisonRead", "RaceFound", "SimError", "UsageError", "bytes_text"]
+           "Deadlock", "Draining", "DriverError", "DriverMissing", "FlashNextError", "LeakError",
+           "OutOfBounds", "OutOfMemory", "PoisonRead", "QueueFull", "RaceFound", "RemoteError", "SimError",
+           "UsageError", "bytes_text"]
 
 
 _MOST_SHOWN: Final = 400    # characters of one fact in a message; the field itself stays whole
@@ -123,6 +127,11 @@ class CapacityError(FlashNextError):
     """A limit is too small for what is asked; nothing was reserved."""
 
 
+class QueueFull(CapacityError):
+    """A scheduler has as many requests as it may hold.  retry_after_seconds: when one of them is expected to
+    be done, from how long the earlier ones took."""
+
+
 class Cancelled(FlashNextError):
     """A prompt was stopped between two launches because its caller asked for it.
 
@@ -132,6 +141,14 @@ class Cancelled(FlashNextError):
 
 class UsageError(FlashNextError):
     """A call in the wrong state, or a value outside its documented range."""
+
+
+class RemoteError(FlashNextError):
+    """A server cannot be reached, or what it answered cannot be used.  status: of HTTP, 0 without one."""
+
+
+class Draining(UsageError):
+    """A scheduler finishes what it has and takes nothing new."""
 
 
 class LeakError(FlashNextError):

@@ -109,7 +109,8 @@ def _devices() -> Iterator[str]:
         device = device if isinstance(device, dict) else {"name": device}
         kernels = kernels if isinstance(kernels, dict) else {}
         cc = device.get("cc")
-        own = {"command", "date", "device", "kernels", "package_digest", "versions"}
+        own = {"client_digest", "command", "date", "device", "form", "kernels", "package_digest",
+               "source_digest", "tree", "versions"}
         yield (f"| {path.name} | {device.get('name', '?')} | {'.'.join(map(str, cc)) if cc else '?'} | "
                f"{raw.get('date', '?')} | {str(kernels.get('source_digest', '?'))[:12]} | "
                f"{', '.join(sorted(set(raw) - own)) or '-'} |")

@@ -10,4 +10,7 @@ from typing import Final
 
 __all__ = ["COMMANDS"]
 
-COMMANDS: Final = ("doctor", "inspect", "plan", "synth", "generate", "logits", "check", "records", "trace")
+COMMANDS: Final = (
+    "doctor", "inspect", "plan", "synth", "generate", "logits", "serve", "chat",
+    "bench", "check", "records", "trace",
+)

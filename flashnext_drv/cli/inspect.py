@@ -21,6 +21,9 @@ from ..model.pack import Pack
 
 __all__ = ["add_parser", "run"]
 
+_TOKENIZER: Final = "tokenizer.json"
+_TEXT_FILES: Final = (_TOKENIZER, "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_NO_TEXT: Final = "no tokenizer: token ids only"
 _DIFFERENCES: Final = frozenset(("changed", "added", "dropped", "renamed"))
 
 
@@ -119,6 +122,7 @@ def _report(pack: Pack) -> dict[str, Any]:
             "codec": table.codec,
             "pieces": len(table.sources),
         },
+        "text": {name: (pack.folder / name).is_file() for name in _TEXT_FILES},
         "remarks": pack.remarks,
     }
 
@@ -131,6 +135,8 @@ def _text(report: dict[str, Any]) -> str:
         f"model    {model['layers']} layers, hidden {model['hidden']}, vocabulary {model['vocab']}, "
         f"{model['experts_a_token']} of {model['experts']} experts, MTP head: {model['mtp']}",
         f"n-grams  {table['rows']} rows of {table['row_bytes']} B, {codec}, in {table['pieces']} pieces",
+        f"text     {', '.join(name for name in report['text'] if report['text'][name])}"
+        if report["text"][_TOKENIZER] else f"text     {_NO_TEXT}",
         "",
         f"{'group':<10} {'tensors':>8} {'bytes':>16}  linears by width and codebook",
     ]

@@ -1,4 +1,4 @@
-"""How much memory an engine may take and where experts lie: the arguments, and the fields of Limits.
+"""How much memory an engine may take, where experts lie, how graphs are kept: arguments and fields of Limits.
 
 Called by the commands that open a pack, and by `plan`.  What must stay true: an argument that was not given
 leaves the field at its default; none changes a byte of a result.
@@ -48,6 +48,19 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
                        f"(default {d.host_reserve_bytes >> 30}GiB)")
     group.add_argument("--device-bytes", type=parse_size, metavar="SIZE",
                        help="count the device as this large (default: what is free)")
+    graphs = parser.add_argument_group("graphs")
+    graphs.add_argument("--graphs", type=int, metavar="N",
+                        help=f"executables kept at most, least recently used go first (default {d.graphs})")
+    graphs.add_argument("--graph-floor", type=parse_size, metavar="SIZE",
+                        help="free device memory below which the oldest go "
+                        "(default: half of what is reserved)")
+    graphs.add_argument("--graph-after", type=int, metavar="N",
+                        help=f"capture a round when it comes for the N-th time (default {d.graph_after})")
+    graphs.add_argument("--graph-async", action="store_true",
+                        help="instantiate on a thread while rounds run eagerly")
+    graphs.add_argument("--steps-ahead", type=int, metavar="N",
+                        help="most tokens drawn on the device before the host looks at them, 1..64 "
+                        f"(default {d.steps_ahead})")
 
 
 def memory_limits(args: argparse.Namespace) -> dict[str, Any]:
@@ -65,6 +78,11 @@ def memory_limits(args: argparse.Namespace) -> dict[str, Any]:
         "host_bytes": args.host_bytes,
         "host_reserve_bytes": args.host_reserve,
         "device_bytes": args.device_bytes,
+        "graphs": args.graphs,
+        "graph_floor_bytes": args.graph_floor,
+        "graph_after": args.graph_after,
+        "graph_async": args.graph_async,
+        "steps_ahead": args.steps_ahead,
     }
     return {name: value for name, value in given.items() if value is not None}
 

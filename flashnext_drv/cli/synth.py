@@ -14,6 +14,7 @@ from pathlib import Path
 from ..errors import bytes_text
 from ..model.synth import SynthPack
 from ..model.synth_models import MODELS
+from ..model.synth_text import write_text
 
 __all__ = ["add_parser", "run"]
 
@@ -34,6 +35,10 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "--locality", type=float, default=0.5, metavar="X", help="temporal locality of routing, 0..1"
     )
     parser.add_argument("--mixed", action="store_true", help="every width and codebook among the linears")
+    parser.add_argument(
+        "--tokenizer", action="store_true",
+        help="also a small tokenizer, a chat template and generation defaults, so that it can serve text",
+    )
     parser.set_defaults(run=run)
 
 
@@ -44,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     )
     begun = time.monotonic()
     pack.write(args.out, _Progress() if sys.stderr.isatty() else None)
+    if args.tokenizer:
+        write_text(args.out, pack.config)
     size = sum(tensor.size for tensor in pack.tensors.values())
     print(
         f"{args.out}: {args.model}, seed {args.seed}, {len(pack.tensors)} tensors, {bytes_text(size)}, "

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..drv.memory import copy_async
-from ..errors import DriverError, UsageError
+from ..errors import ContractError, DriverError, UsageError
 from ..model.layout import bucket_of
 from ..state.deep import ChunkRun
 from .deep import DeepPass
@@ -39,8 +39,10 @@ Sink = Callable[[int, int, npt.NDArray[np.float32]], None]
 _Asked = tuple[int, int, int, int]  # i_window, row inside it, row of the chunk, emit flags
 
 
-def run_chunk(rank: Rank, windows: List[Window], sink: Sink | None = None) -> RoundResult:
-    """Advance every window's sequence by its rows, all in one walk; the windows' rows as in `run_round`.
+def run_chunk(
+    rank: Rank, windows: List[Window], sink: Sink | None = None, *, apart: bool = False
+) -> RoundResult:
+    """Advance every window's sequence by its rows, all in one walk; windows and `apart` as in `run_round`.
 
     sink: takes logits block by block as they come; without it they are in the result.
     Raises as `run_round`, and UsageError when there is no deep pass or the rows are more than it holds.
@@ -75,12 +77,12 @@ def run_chunk(rank: Rank, windows: List[Window], sink: Sink | None = None) -> Ro
             window.sequence.fail(error)
         raise
     try:
-        tokens_drawn = _emit(rank, deep, windows, runs, taken)
+        tokens_drawn, errors = _emit(rank, deep, windows, runs, taken)
     except DriverError as error:
         for window in windows:
             window.sequence.fail(error)
         raise
-    return RoundResult(tokens_drawn, np.concatenate(kept) if kept else None)
+    return RoundResult(tokens_drawn, np.concatenate(kept) if kept else None, errors).checked(apart)
 
 
 def _walk(rank: Rank, deep: DeepPass, runs: List[ChunkRun]) -> None:
@@ -94,9 +96,10 @@ def _walk(rank: Rank, deep: DeepPass, runs: List[ChunkRun]) -> None:
 
 def _emit(
     rank: Rank, deep: DeepPass, windows: List[Window], runs: List[ChunkRun], sink: Sink
-) -> list[int]:
+) -> tuple[list[int], dict[int, ContractError]]:
     """Head and draws of the rows asked for, as many at a time as decode's scratch holds."""
     drawn = [-1] * len(windows)
+    errors: dict[int, ContractError] = {}
     for block in _blocks(list(_asked(windows)), rank.layout.rows_cap):
         _place(rank, deep, block)
         _head_rows(rank, runs, block)
@@ -110,12 +113,13 @@ def _emit(
             if not emit & EMIT_DRAW:
                 continue
             if status[i]:
-                raise nan_logit(windows[i_window].sequence, runs[i_window].first_position + row)
-            drawn[i_window] = int(tokens[i])
+                errors[i_window] = nan_logit(windows[i_window].sequence, runs[i_window].first_position + row)
+            else:
+                drawn[i_window] = int(tokens[i])
         for first, n in _together(block):
             if block[first][3] & EMIT_LOGITS:
                 sink(block[first][0], block[first][1], rank.read_logits(first, n))
-    return drawn
+    return drawn, errors
 
 
 def _asked(windows: List[Window]) -> Iterator[_Asked]:

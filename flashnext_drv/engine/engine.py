@@ -33,17 +33,13 @@ from ..model.pack import PackBase
 from ..model.source import open_pack
 from ..state.export import read_state
 from ..state.residency import COUNTERS as RING_COUNTERS
+from .counters import counted_since, read_counters, ring_counters
 from .decode import Ahead, decode
-from .deep import DEEP
-from .graphs import GraphCounters
 from .prefill import Prefill, Prompt, PromptCounters, check_prefill, run_prompts
 from .rank import Progress, Rank
 from .sequence import Edits, Sampling, Sequence, checked_edits, checked_ids
 
 __all__ = ["Edits", "Engine", "Generation", "Limits", "MemoryReport", "Prefill", "Sampling", "token_sha256"]
-
-_PLAIN_NAMES = ("head_replays", "eager_rounds", "eager_heads")  # of GraphCounters in Generation.counters
-
 
 def token_sha256(ids: Ids[int]) -> str:
     """SHA-256, hex, over all token ids as little-endian u32."""
@@ -213,10 +209,8 @@ class Engine(Owner):
         ContractError (a NaN logit); the engine stays usable.
         """
         self.require_open()
-        experts = self._expert_counters()
+        before = self.counters()
         started = time.perf_counter()
-        before = self._graph_counters()
-        prompts = replace(self.prompts)
         tokens: list[int] = []
         first = started
         stops = self._stops(stop_ids)
@@ -240,9 +234,7 @@ class Engine(Owner):
             {
                 "prompt_tokens": len(ids),
                 "new_tokens": len(tokens),
-                **{name: n - before.get(name, 0) for name, n in self._graph_counters().items()},
-                **self.prompts.since(prompts),
-                **{name: value - experts[name] for name, value in self._expert_counters().items()},
+                **counted_since(before, self.counters()),
             },
         )
 
@@ -345,6 +337,12 @@ class Engine(Owner):
             self._live.remove(sequence)
             self.rank.close_sequence(sequence)
 
+    def counters(self) -> dict[str, int]:
+        """Since the engine was opened, by the names of Generation.counters.  Waits for the device; raises
+        DriverError."""
+        self.require_open()
+        return read_counters(self.rank, self.prompts)
+
     def memory(self) -> MemoryReport:
         """Every byte by owner, and what the driver reports."""
         self.require_open()
@@ -396,41 +394,9 @@ class Engine(Owner):
             "layers": [
                 {name: int(row[name]) for name in COUNTERS}
                 | {f"ring_{name}": int(of_ring[name]) for name in RING_COUNTERS.names or ()}
-                for row, of_ring in zip(layers, self._ring_counters(), strict=True)
+                for row, of_ring in zip(layers, ring_counters(self.rank), strict=True)
             ],
         }
-
-    def _ring_counters(self) -> np.ndarray:
-        """(layers,) RING_COUNTERS, host; zeros without a ring."""
-        ring = None if self.rank.deep is None else self.rank.deep.ring
-        return np.zeros(self.config.n_layers, RING_COUNTERS) if ring is None else ring.banks.counters
-
-    def _expert_counters(self) -> dict[str, int]:
-        """Counters of line caches and ring over all layers, by the names of Generation.counters."""
-        if not self.rank.experts.offloads:
-            return {}
-        layers, ring = self.rank.experts.counters(self.rank.stream), self._ring_counters()
-        found = {f"expert_{name}": int(layers[name].sum()) for name in COUNTERS}
-        found |= {f"ring_{name}": int(ring[name].sum()) for name in RING_COUNTERS.names or ()}
-        parts = ("expert_filled_bytes", "expert_read_bytes", "ring_copied_bytes")
-        return found | {"link_bytes": sum(found[part] for part in parts)}
-
-    def _graph_counters(self) -> dict[str, int]:
-        """Of graphs since the engine was opened, by the names of Generation.counters."""
-        graphs = self.rank.graphs
-        total = vars(graphs.counters).items()
-        found = {name if name in _PLAIN_NAMES else f"graph_{name}": n for name, n in total}
-        for path in graphs.paths:
-            of_path = vars(graphs.counters_of(path)).items()
-            found |= {f"rank0.{path}.{name}": n for name, n in of_path if "head" not in name}
-        deep = self.rank.deep
-        of_deep = GraphCounters() if deep is None or deep.graphs is None else deep.graphs.counters
-        for name in (each for each in vars(of_deep) if "head" not in each):
-            total_name = "deep_eager_parts" if name == "eager_rounds" else f"deep_graph_{name}"
-            found[total_name] = found[f"rank0.{DEEP}.{name}"] = getattr(of_deep, name)
-        for path, (replays, rows) in self.rank.device_replays().items():
-            found |= {f"rank0.{path}.device_replays": replays, f"rank0.{path}.device_rows": rows}
-        return found
 
     def _own(self, sequence: Sequence) -> Sequence:
         """The sequence, if its slot and pages are this engine's and its own.  Raises UsageError."""

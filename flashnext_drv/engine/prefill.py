@@ -1,12 +1,13 @@
 """How a prompt's tokens enter the state: cut into segments, each by the deep pass, in batches or row by row.
 
-Called by engine/engine.py.  What must stay true: the choice of path, the cut and what was refused change time
+Called by engine/engine.py for whole prompts and by engine/scheduler.py for a segment at a time.  What must
+stay true: the choice of path, the cut and what was refused change time
 only; between two launches the caller may look at the progress and may stop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from threading import Event
@@ -14,14 +15,14 @@ from threading import Event
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import Cancelled, DriverError, UsageError
+from ..errors import Cancelled, ContractError, DriverError, UsageError
 from ..model.layout import MAX_CHUNK
 from .chunk import run_chunk
 from .rank import Rank
 from .round import Window, run_round
 from .sequence import Sequence
 
-__all__ = ["Prefill", "Prompt", "PromptCounters", "check_prefill", "run_prompts"]
+__all__ = ["Prefill", "Prompt", "PromptCounters", "PromptRun", "Segment", "check_prefill", "run_prompts"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Prompt:
 
     draw: draw a token after the last one.  keep_from: index in sequence.ids of the first token whose logits
     are handed to `keep` as (index, (rows, V) float32); None: of none.  token: the one drawn, or -1.
+    error: the NaN that it would have been drawn from, where a PromptRun keeps those apart.
     """
 
     sequence: Sequence
@@ -90,6 +92,7 @@ class Prompt:
     keep_from: int | None = None
     keep: Callable[[int, npt.NDArray[np.float32]], None] | None = None
     token: int = field(default=-1, init=False)
+    error: ContractError | None = field(default=None, init=False)
 
     def window(self, n_rows: int) -> Window:
         """The next n_rows rows."""
@@ -104,6 +107,9 @@ class Prompt:
             self.keep(i_id, logits)
 
 
+Segment = List[tuple[Prompt, int]]  # prompts in their order, each with how many of its pending rows
+
+
 def run_prompts(rank: Rank, prompts: List[Prompt], prefill: Prefill, counters: PromptCounters) -> None:
     """Run every prompt to its last pending token.
 
@@ -113,7 +119,9 @@ def run_prompts(rank: Rank, prompts: List[Prompt], prefill: Prefill, counters: P
     check_prefill(rank, prefill)
     if len({id(prompt.sequence) for prompt in prompts}) != len(prompts):
         raise UsageError("a sequence is given twice", sequences=len(prompts))
-    _Run(rank, prompts, prefill, counters).run()
+    run = PromptRun(rank, prompts, prefill, counters)
+    while segment := run.segment():
+        run.step(segment)
 
 
 def check_prefill(rank: Rank, prefill: Prefill) -> None:
@@ -125,39 +133,67 @@ def check_prefill(rank: Rank, prefill: Prefill) -> None:
                          do="raise Limits.chunk or leave chunk out")
 
 
-class _Run:
-    """One call of run_prompts."""
+class PromptRun:
+    """Prompts on their way into the state, one segment after the other.
+
+    prefill: as `check_prefill` wants it.  apart: a draw from a NaN is left in its prompt, else it is raised.
+    running: the prompts of the launch in progress, or of the one that raised.
+    """
 
     def __init__(
-        self, rank: Rank, prompts: List[Prompt], prefill: Prefill, counters: PromptCounters
+        self, rank: Rank, prompts: List[Prompt], prefill: Prefill, counters: PromptCounters, *,
+        apart: bool = False
     ) -> None:
-        self.rank, self.prompts, self.prefill, self.counters = rank, prompts, prefill, counters
+        self.rank, self.prefill, self.counters, self.apart = rank, prefill, counters, apart
+        self.prompts: list[Prompt] = []
+        self.running: List[Prompt] = ()
+        self.total = self.done = 0
         limits = rank.layout.limits
-        self.total, self.done = sum(p.sequence.n_pending for p in prompts), 0
         self.chunk = int(prefill.chunk or rank.chunk)
-        self.step = 1 if prefill.serial else limits.prompt_rows
+        self.rows = 1 if prefill.serial else limits.prompt_rows
         self.deep_rows = int(prefill.deep_rows or limits.deep_rows)
         self.wants_deep = prefill.deep and not prefill.serial and limits.deep != "off"
+        for prompt in prompts:
+            self.add(prompt)
+
+    def add(self, prompt: Prompt) -> None:
+        """One more prompt, behind the others."""
+        self.prompts.append(prompt)
+        self.total += prompt.sequence.n_pending
         self.asked = False
 
-    def run(self) -> None:
-        while segment := list(self._segment()):
-            n_rows = sum(n for _, n in segment)
-            if self._goes_deep(n_rows):
-                self._deep(segment)
-                self._told([prompt for prompt, _ in segment], n_rows)
-            else:
-                for prompt, n in segment:
-                    self._batched(prompt, n)
+    def drop(self, prompt: Prompt) -> None:
+        """Forget a prompt, whether it came to its end or not."""
+        self.prompts.remove(prompt)
 
-    def _segment(self) -> Iterator[tuple[Prompt, int]]:
-        """The next rows, in the prompts' order, up to a chunk."""
-        room = self.chunk
+    def segment(self, most: int | None = None) -> Segment:
+        """The next rows, in the prompts' order, up to a chunk and to `most`; empty when none is pending."""
+        room = self.chunk if most is None else min(most, self.chunk)
+        found = []
         for prompt in self.prompts:
             n = min(prompt.sequence.n_pending, room)
             if n:
-                yield prompt, n
+                found.append((prompt, n))
                 room -= n
+        return found
+
+    def step(self, segment: Segment, rounds: int | None = None) -> None:
+        """Run a segment that was just made; where it is not run deep, only its first `rounds` rounds.
+
+        Raises as run_prompts.
+        """
+        n_rows = sum(n for _, n in segment)
+        self.running = [prompt for prompt, _ in segment]
+        if self._goes_deep(n_rows):
+            self._deep(segment)
+            self._told(n_rows)
+            return
+        for prompt, n in segment:
+            used = self._batched(prompt, n, rounds)
+            if rounds is not None:
+                rounds -= used
+                if not rounds:
+                    return
 
     def _goes_deep(self, n_rows: int) -> bool:
         if not self.wants_deep or n_rows < self.deep_rows:
@@ -170,7 +206,7 @@ class _Run:
             self.counters.deep_refusals += 1
         return self.rank.deep is not None
 
-    def _deep(self, segment: List[tuple[Prompt, int]]) -> None:
+    def _deep(self, segment: Segment) -> None:
         """The segment through the deep pass, in one walk."""
         windows = [prompt.window(n) for prompt, n in segment]
         starts = [prompt.sequence.n_done for prompt, _ in segment]
@@ -178,33 +214,38 @@ class _Run:
         def sink(i_window: int, first: int, block: npt.NDArray[np.float32]) -> None:
             segment[i_window][0].kept(starts[i_window] + first, block)
 
-        result = run_chunk(self.rank, windows, sink)
-        for (prompt, _), window, token in zip(segment, windows, result.tokens, strict=True):
-            if window.draw:
-                prompt.token = token
+        result = run_chunk(self.rank, windows, sink, apart=self.apart)
+        for i_window, (prompt, _) in enumerate(segment):
+            if windows[i_window].draw:
+                prompt.token, prompt.error = result.tokens[i_window], result.errors.get(i_window)
         self.counters.deep_chunks += 1
         self.counters.deep_rows += sum(window.n_rows for window in windows)
 
-    def _batched(self, prompt: Prompt, n_rows: int) -> None:
+    def _batched(self, prompt: Prompt, n_rows: int, rounds: int | None) -> int:
+        """The prompt's next rows in at most so many rounds; how many it took."""
         sequence = prompt.sequence
         end = sequence.n_done + n_rows
-        while sequence.n_done < end:
+        self.running = [prompt]
+        used = 0
+        while sequence.n_done < end and used != rounds:
             self._check_cancel()
             first = sequence.n_done
-            n = min(self.step, end - first)
+            n = min(self.rows, end - first)
             if prompt.keep_from is not None and first < prompt.keep_from:
                 n = min(n, prompt.keep_from - first)  # no head for rows nobody asked for
             window = prompt.window(n)
-            result = run_round(self.rank, [window])
+            result = run_round(self.rank, [window], apart=self.apart)
             if window.draw:
-                prompt.token = result.tokens[0]
+                prompt.token, prompt.error = result.tokens[0], result.errors.get(0)
             if result.logits is not None:
                 prompt.kept(first + window.skip, result.logits)
             if self.prefill.serial:
                 self.counters.serial_rows += n
             else:
                 self.counters.batched_rows += n
-            self._told([prompt], n)
+            self._told(n)
+            used += 1
+        return used
 
     def _check_cancel(self) -> None:
         cancel = self.prefill.cancel
@@ -212,15 +253,19 @@ class _Run:
             raise Cancelled("the prompt was cancelled", done_tokens=self.done, prompt_tokens=self.total,
                             do="tokens already run stay in the sequence's state")
 
-    def _told(self, prompts: List[Prompt], n_rows: int) -> None:
-        """The launch of n_rows rows of these prompts is made."""
+    def wait(self) -> None:
+        """Until the launch in progress is done; a driver error is that of its prompts."""
+        try:
+            self.rank.stream.synchronize()
+        except DriverError as error:
+            for prompt in self.running:
+                prompt.sequence.fail(error)
+            raise
+
+    def _told(self, n_rows: int) -> None:
+        """The launch of n_rows rows of `running` is made."""
         self.done += n_rows
         if self.prefill.progress is not None or self.prefill.cancel is not None:
-            try:
-                self.rank.stream.synchronize()  # done means done, and a stop takes effect within one launch
-            except DriverError as error:
-                for prompt in prompts:
-                    prompt.sequence.fail(error)
-                raise
+            self.wait()  # done means done, and a stop takes effect within one launch
         if self.prefill.progress is not None:
             self.prefill.progress(self.done, self.total)

@@ -7,8 +7,9 @@ depend on the other rows of its round, nor on how a sequence's tokens were cut i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -40,16 +41,25 @@ class Window:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """tokens: one drawn id per window (-1 where none was asked).  logits: (rows, V) float32 of windows that
-    asked, in order, raw also where a sequence edits what it draws from, or None."""
+    """tokens: one drawn id per window (-1 where none was asked or could be drawn).  logits: (rows, V) float32
+    of windows that asked, in order, raw also where a sequence edits what it draws from, or None.  errors: of
+    windows that drew from a NaN, by place in the round."""
 
     tokens: list[int]
     logits: np.ndarray | None
+    errors: Mapping[int, ContractError] = field(default_factory=dict)
+
+    def checked(self, apart: bool) -> RoundResult:
+        """This; unless `apart`, raises the first of the errors."""
+        for error in () if apart else self.errors.values():
+            raise error
+        return self
 
 
-def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
+def run_round(rank: Rank, windows: List[Window], *, apart: bool = False) -> RoundResult:
     """Advance every window's sequence by its rows.
 
+    apart: windows that draw from a NaN are told in the result, so that the others have their tokens.
     Raises UsageError (nothing changed) when windows overlap, hold more rows than the limits or more than is
     pending, or an id outside the vocabulary; CapacityError when pages run out; ContractError when a logit of
     a row that draws is NaN (the sequences have advanced); CheckpointError when the files of a mapped n-gram
@@ -89,11 +99,12 @@ def run_round(rank: Rank, windows: List[Window]) -> RoundResult:
             window.sequence.fail(error)
         raise
     try:
-        return _read(rank, windows) if head else RoundResult([-1] * len(windows), None)
+        result = _read(rank, windows) if head else RoundResult([-1] * len(windows), None)
     except DriverError as error:
         for window in windows:
             window.sequence.fail(error)
         raise
+    return result.checked(apart)
 
 
 def check_windows(windows: List[Window], vocab: int) -> None:
@@ -182,13 +193,14 @@ def _read(rank: Rank, windows: List[Window]) -> RoundResult:
     drawn, status = rank.read_draws()
     tokens: list[int] = []
     kept: list[np.ndarray] = []
+    errors: dict[int, ContractError] = {}
     i_row = 0
-    for window in windows:
+    for i_window, window in enumerate(windows):
         last = i_row + window.n_rows - 1
         if window.draw and status[last]:
-            raise nan_logit(window.sequence, window.sequence.position - 1)
-        tokens.append(int(drawn[last]) if window.draw else -1)
+            errors[i_window] = nan_logit(window.sequence, window.sequence.position - 1)
+        tokens.append(int(drawn[last]) if window.draw and i_window not in errors else -1)
         if window.logits:
             kept.append(rank.read_logits(i_row + window.skip, window.n_rows - window.skip))
         i_row += window.n_rows
-    return RoundResult(tokens, np.concatenate(kept) if kept else None)
+    return RoundResult(tokens, np.concatenate(kept) if kept else None, errors)

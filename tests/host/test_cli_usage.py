@@ -67,7 +67,10 @@ def test_bad_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureFixtur
     (["generate", "p", "--ids", "1", "--max-new", "1", "--expert-lines", "-1"], "expert_lines is outside"),
     (["generate", "p", "--ids", "1", "--max-new", "1", "--expert-lines-most", "3"], "needs expert_lines"),
     (["generate", "p", "--ids", "1", "--max-new", "1", "--ring-depth", "0"], "ring_depth is outside"),
-    (["plan", "p", "--ring-lines", "0"], "ring_lines is outside")])
+    (["plan", "p", "--ring-lines", "0"], "ring_lines is outside"),
+    (["plan", "p", "--graph-after", "3"], "graph_after is outside"),
+    (["plan", "p", "--graphs", "-1"], "graphs is outside"),
+    (["plan", "p", "--steps-ahead", "65"], "steps_ahead is outside")])
 def test_bad_values_exit_with_2_and_one_line(argv: list[str], message: str,
                                              capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == report.USAGE

@@ -12,9 +12,9 @@ import flashnext_drv
 
 PACKAGE = Path(flashnext_drv.__file__).resolve().parent
 PINNED = ["BuildError", "Cancelled", "CapacityError", "CheckpointError", "ContextLost", "ContractError",
-          "DriverError", "DriverMissing", "Edits", "Engine", "FlashNextError", "Generation", "LeakError",
-          "Limits", "MemoryReport", "OutOfMemory", "Prefill", "Sampling", "SimError", "UsageError",
-          "__version__"]
+          "Draining", "DriverError", "DriverMissing", "Edits", "Engine", "FlashNextError", "Generation",
+          "LeakError", "Limits", "MemoryReport", "OutOfMemory", "Prefill", "QueueFull", "Request", "Sampling",
+          "Scheduler", "SimError", "UsageError", "__version__"]
 
 
 def modules() -> list[str]:

@@ -1,0 +1,209 @@
+"""The measurements against the fake server: what they report, what they refuse to call qualified."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from flashnext_drv.bench import cases, load, matrix, workload
+from flashnext_drv.bench.client import Target
+from flashnext_drv.bench.recheck import figures, recheck
+from flashnext_drv.bench.site import Site, find_site
+from flashnext_drv.errors import UsageError
+
+from . import fake as fakes
+
+SIZES = workload.Sizes(24, 12, 3)
+CELLS = matrix.Cells(lengths=(20, 33), new_tokens=9, together=2, widths=(1, 2), width_length=8,
+                     width_tokens=10, repeats=2, repeat_length=7, repeat_tokens=11, lines=(4, None))
+LEDGER = {"load": {}, "peak": {}, "idle": {}, "closed": {"entries": 0, "live_bytes": {}}}
+
+
+class Control:
+    def __init__(self, fake: fakes.Fake) -> None:
+        self.fake = fake
+
+    def graphs(self, on: bool) -> None:
+        self.fake.graphs = on
+
+    def drain(self) -> None:
+        self.fake.draining = True
+
+    def again(self) -> Target:
+        self.fake.draining = False
+        return Target(self.fake.url, timeout_s=10)
+
+
+@pytest.fixture
+def fake() -> Iterator[fakes.Fake]:
+    with fakes.running() as made:
+        yield made
+
+
+def site_of(fake: fakes.Fake, control: bool = True) -> Site:
+    return find_site(Target(fake.url, timeout_s=10), control=Control(fake) if control else None,
+                     say=lambda _: None)
+
+
+def reasons(result: dict[str, Any]) -> str:
+    assert result["verdict"]["qualified"] is (not result["verdict"]["reasons"])
+    return "\n".join(result["verdict"]["reasons"])
+
+
+def test_a_scaled_workload_qualifies_under_its_own_name(fake: fakes.Fake) -> None:
+    found = workload.run_workload(site_of(fake), SIZES)
+    assert not reasons(found) and found["kind"] == "scaled" and fake.graphs, "it leaves the mode as it was"
+    assert {(leg["mode"], leg["streams"]) for leg in found["legs"]} == {
+        ("graph", 1), ("graph", 3), ("eager", 1), ("eager", 3)}
+    assert found["checks"]["equal"] == found["checks"]["compared"] == 1 + 3 + 1 + 3
+    for leg in found["legs"]:
+        for side in ("client", "server"):
+            assert all(leg[side][name] is not None for name in
+                       ("ttft_s", "prefill_tokens_per_s", "itl_mean_ms", "itl_p50_ms", "itl_p95_ms"))
+    assert recheck(found | {"ledger": LEDGER}) == []
+    assert set(figures(found)) == {"graph c=1", "graph c=3", "eager c=1", "eager c=3"}
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "streams in a row": ({"one_by_one": True, "token_s": 0.001}, "no time at which all streams"),
+    "tokens change among others": ({"wrong_when": 2, "token_s": 0.005}, "its tokens are not those of"),
+    "cached": ({"usage_edit": {"prompt_tokens_details": {"cached_tokens": 4}},
+                "runtime_edit": {"cached_tokens": 4, "prefilled_tokens": 20}}, "came from a cache"),
+    "replays in the eager leg": ({"runtime_edit": {"counters": {"graph_replays": 9, "eager_rounds": 1}}},
+                                 "all had to be eager"),
+    "no replays": ({"runtime_edit": {"counters": {"graph_replays": 0, "eager_rounds": 9}}},
+                   "no graph was replayed"),
+    "short replies": ({"drop_after": 6}, "6 tokens came"),
+    "no usage": ({"usage": "absent"}, "usage unverified"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_workload_with_a_fault_is_not_qualified(fake: fakes.Fake, name: str) -> None:
+    fake.knobs, wanted = FAULTS[name]
+    assert wanted in reasons(workload.run_workload(site_of(fake), SIZES))
+
+
+def test_a_leg_left_out_and_too_few_streams_speak_against_a_workload(fake: fakes.Fake) -> None:
+    parts = [workload.run_workload(site_of(fake), SIZES, modes=(mode,)) for mode in workload.MODES]
+    assert [part["kind"] for part in parts] == ["scaled-part"] * 2 and not any(map(reasons, parts))
+    assert recheck(parts[1] | {"ledger": LEDGER}) == []
+    assert "1 modes are called 'scaled'" in recheck(parts[1] | {"ledger": LEDGER, "kind": "scaled"})
+    whole = workload.join_workload(parts)
+    assert not reasons(whole) and whole["kind"] == "scaled" and whole["checks"]["equal"] == 1 + 3 + 1 + 3
+    assert recheck(whole | {"ledger": LEDGER}) == []
+    assert "2 legs graph c=1\n2 legs graph c=3\n0 legs eager c=1" in reasons(workload.join_workload(
+        [parts[0], parts[0]]))
+    parts[1]["replies"][0]["new_sha256"] = None
+    assert "not the hash that another leg has" in reasons(workload.join_workload(parts))
+    fake.max_streams = 2
+    assert "3 are needed" in reasons(workload.run_workload(site_of(fake), SIZES))
+
+
+def test_only_the_exact_sizes_bear_the_name() -> None:
+    assert workload.is_workload(workload.Sizes(16_384, 1_024, 8))
+    for sizes in (workload.Sizes(16_383, 1_024, 8), workload.Sizes(16_384, 1_025, 8),
+                  workload.Sizes(16_384, 1_024, 7)):
+        assert not workload.is_workload(sizes)
+
+
+def test_a_server_elsewhere_cannot_be_switched(fake: fakes.Fake) -> None:
+    with pytest.raises(UsageError, match="cannot be switched"):
+        workload.run_workload(site_of(fake, control=False), SIZES)
+
+
+def test_tampered_results_are_seen(fake: fakes.Fake) -> None:
+    good = workload.run_workload(site_of(fake), SIZES) | {"ledger": LEDGER}
+
+    def told(change: Any) -> str:
+        made = copy.deepcopy(good)
+        change(made)
+        return "\n".join(recheck(made))
+
+    def one_hash(made: dict[str, Any]) -> None:
+        last = made["replies"][-1]
+        last["new_sha256"] = last["client_new_sha256"] = "0" * 64
+
+    def in_a_row(made: dict[str, Any]) -> None:
+        made["legs"][1]["stamps_us"]["server_begun"] = [0, 10**9, 2 * 10**9]
+
+    assert told(lambda m: m.update(kind="workload")) == f"sizes {vars(SIZES)} are called 'workload'"
+    assert "are called 'scaled'" in told(lambda m: m["sizes"].update(prompt_tokens=16384, new_tokens=1024,
+                                                                     streams=8))
+    assert "not the hash of the same request" in told(one_hash)
+    assert "never decoded all at once" in told(in_a_row)
+    assert "hashes are missing" in told(lambda m: m["replies"][0].update(new_sha256="0123456789ab"))
+    assert "its stamps give" in told(lambda m: m["legs"][0]["client"].update(ttft_s=0.5))
+    assert "not one server stamp a token" in told(lambda m: m["legs"][0]["stamps_us"]["server"][0].pop())
+    assert "no leg eager c=3" in told(lambda m: m["legs"].pop())
+    assert "5 cached tokens" in told(lambda m: m["replies"][0].update(cached_tokens=5))
+    assert "replays" in told(lambda m: m["replies"][-1]["counters"].update(graph_replays=3))
+    assert "disagree" in told(lambda m: m["verdict"]["reasons"].append("x"))
+    assert "not empty when closed" in told(lambda m: m["ledger"].update(closed={"entries": 1}))
+    assert "no ledger" in told(lambda m: m.pop("ledger"))
+    assert "10 of 12 tokens" in told(lambda m: m["replies"][0].update(new_tokens=10))
+
+
+def test_the_small_measurements(fake: fakes.Fake) -> None:
+    site = site_of(fake)
+    decode = cases.decode(site, new_tokens=10, repeats=3)
+    assert not reasons(decode) and decode["checks"] | {"overlaps": 0} == {
+        "replies": 6, "failed": 0, "compared": 4, "equal": 4, "overlaps": 0}
+    assert decode["medians"]["prose"]["ttft_s"] > 0
+    cold = cases.cold(site, lengths={"short": 6, "long": 40}, new_tokens=9)
+    assert not reasons(cold) and set(cold["points"]) == {"short cold", "short warm", "long cold", "long warm"}
+    assert not reasons(cases.cache(site, lengths=(5, 30), new_tokens=9, cold=True))
+    many = cases.concurrent(site, widths=(1, 2, 3), length=6, new_tokens=10, alone=True, serial=True)
+    assert not reasons(many) and many["checks"]["equal"] == (1 + 2 + 3) + 3
+    assert "held to a run of its own" in reasons(cases.concurrent(site, widths=(2,), length=6, new_tokens=9))
+
+
+def test_a_cache_is_told_apart_when_it_is_allowed(fake: fakes.Fake) -> None:
+    fake.knobs = {"usage_edit": {"prompt_tokens_details": {"cached_tokens": 4}},
+                  "runtime_edit": {"cached_tokens": 4, "prefilled_tokens": 1}}
+    allowed = cases.cache(site_of(fake), lengths=(5,), new_tokens=9)
+    assert not reasons(allowed) and allowed["points"][0]["cached_tokens"] == 4
+    assert "came from a cache" in reasons(cases.cache(site_of(fake), lengths=(5,), new_tokens=9, cold=True))
+
+
+def test_the_matrix_holds_every_leg_to_every_other(fake: fakes.Fake) -> None:
+    started: list[matrix.Lines] = []
+
+    @contextmanager
+    def serve(lines: matrix.Lines) -> Iterator[Site]:
+        started.append(lines)
+        fake.graphs = True
+        yield site_of(fake)
+
+    found = matrix.run_matrix(serve, CELLS)
+    assert not reasons(found) and found["kind"] == "matrix-part" and started == [4, None]
+    assert len(found["legs"]) == 4
+    checks = found["checks"]
+    requests = 2 * 2 + 2 + 1
+    assert checks["compared"] == checks["equal"] == checks["replies"] - requests
+    parts = [matrix.run_matrix(serve, CELLS.__class__(**{**vars(CELLS), "lines": (n,)})) for n in CELLS.lines]
+    joined = matrix.join_parts(parts)
+    checks = joined["checks"]
+    assert checks["compared"] == checks["equal"] == checks["replies"] - requests
+    said = reasons(joined)
+    assert "no leg with lines 16, graph" in said and "has lengths" in said and "another leg" not in said
+    parts[1]["replies"][3]["new_sha256"] = "0" * 64
+    assert "not the hash that another leg has" in reasons(matrix.join_parts(parts))
+
+
+def test_a_load_is_held_to_solo_runs_and_leaves_nothing(fake: fakes.Fake) -> None:
+    few = load.Load(requests=60, streams=4, kinds=6, prompt_tokens=9, new_tokens=8, cancels=0.3)
+    fake.knobs = {"token_s": 0.0005}
+    found = load.run_load(site_of(fake), few)
+    assert not reasons(found)
+    assert found["given_up"]["asked"] >= 8 and found["given_up"]["wrong"] == 0
+    assert found["latency"]["replies"] + found["given_up"]["asked"] == 60
+    assert found["latency"]["ttft_s"]["p50"] <= found["latency"]["ttft_s"]["p99"]
+    fake.knobs = {"leak": True}
+    assert "ledger: weights device" in reasons(load.run_load(site_of(fake), few))
+    fake.knobs = {"wrong_when": 2, "token_s": 0.003}
+    assert "its tokens are not those of" in reasons(load.run_load(site_of(fake), few))
