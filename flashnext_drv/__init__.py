@@ -19,8 +19,8 @@ _PUBLIC = {**dict.fromkeys(_ENGINE, ".engine.engine"), **dict.fromkeys(_ERRORS, 
 
 __all__ = ["BuildError", "Cancelled", "CapacityError", "CheckpointError", "ContextLost", "ContractError",
            "Draining", "DriverError", "DriverMissing", "Edits", "Engine", "FlashNextError", "Generation",
-           "LeakError", "Limits", "MemoryReport", "OutOfMemory", "Prefill", "QueueFull", "Request", "Sampling",
-           "Scheduler", "SimError", "UsageError", "__version__"]
+           "LeakError", "Limits", "MemoryReport", "OutOfMemory", "Prefill", "QueueFull", "Request",
+           "Sampling", "Scheduler", "SimError", "UsageError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
