@@ -188,7 +188,7 @@ def row(reply: Reply) -> dict[str, Any]:
         "new_sha256": full_hash(runtime.get("new_sha256")),
         "client_new_sha256": ids_hash(reply.tokens) if reply.tokens else None,
         "finish": reply.finish,
-        "counters": runtime.get("counters"),
+        "counters": _told_counters(runtime.get("counters")),
         "live": [count(runtime, "live_min"), count(runtime, "live_max")],
         "error": reply.error,
     }
@@ -255,6 +255,13 @@ def _path_problems(reply: Reply, n_prompt: int, n_new: int, replays: bool | None
     elif not replays and (replayed or not eager):
         found.append(f"{replayed} graph replays and {eager} eager rounds where all had to be eager")
     return found
+
+
+def _told_counters(counters: object) -> dict[str, Any] | None:
+    """What counted something, and the two that the verdict is made of whatever they are."""
+    if not isinstance(counters, dict):
+        return None
+    return {name: n for name, n in counters.items() if n or name in (REPLAYS, EAGER)}
 
 
 def _finite(value: object) -> bool:

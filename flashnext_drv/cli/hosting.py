@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -230,9 +231,12 @@ def _serve(pipe: Connection, plan: Plan) -> None:
 
 
 def _portable(error: FlashNextError) -> FlashNextError:
-    """The error as something that crosses a pipe: its text, and its kind where that can be made again."""
-    kind = type(error) if type(error).__init__ is FlashNextError.__init__ else RemoteError
-    return kind(str(error))
+    """The error as something that crosses a pipe: itself, or its text where it holds what cannot."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a fact's own pickling raises
+        return RemoteError(str(error))
+    return error
 
 
 def _no_log(_: Mapping[str, Any]) -> None:

@@ -298,6 +298,8 @@ def _settings(args: argparse.Namespace) -> Settings:
         raise UsageError(
             "--max-streams is 1 to 16, the rows of a round", value=args.max_streams, do="let the rest wait"
         )
+    if args.serial:
+        raise UsageError("--serial is not served", do="use --prompt-rows 1 --no-deep for one row a launch")
     if not 0 <= args.port <= 65535:
         raise UsageError("--port is 0 to 65535", value=args.port)
     keys = None if args.api_keys is None else Keys(args.api_keys)

@@ -7,6 +7,7 @@ what is no HTTP at all is answered with a body in the same form as every other e
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -21,6 +22,8 @@ __all__ = ["Server"]
 
 _START_S: Final = 30.0
 _HEAD_BYTES: Final = 65536  # most bytes of a request's line and headers
+_HEAD_S: Final = 30.0  # and how long they may take
+_IDLE_S: Final = 75  # a connection may be kept; clients' pools give up earlier, so none loses a request
 
 
 class Server:
@@ -59,6 +62,7 @@ class Server:
             proxy_headers=False,
             server_header=False,
             timeout_graceful_shutdown=grace,
+            timeout_keep_alive=_IDLE_S,
             h11_max_incomplete_event_size=_HEAD_BYTES,
         )
         self._server = uvicorn.Server(config)
@@ -102,7 +106,33 @@ class Server:
 
 
 class _Protocol(H11Protocol):
-    """Its own answer to bytes that are no HTTP."""
+    """Its own answer to bytes that are no HTTP, and an end to waiting for a request's head."""
+
+    _limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._rest()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        """Give the head of the next request its time, from the connection or its first byte on."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._rest()
+        elif self._limit is None and not self.transport.is_closing():
+            self._limit = self.loop.call_later(_HEAD_S, self.transport.close)
+
+    def _rest(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
 
     def send_400_response(self, msg: str) -> None:
         error = {

@@ -164,7 +164,11 @@ class Worker:
                 leave.callback(self._closing)
                 scheduler = leave.enter_context(Scheduler(engine, on_event=self._on_event, **self._settings))
                 self._opened(engine, scheduler)
-                self._run(engine, scheduler)
+                try:
+                    self._run(engine, scheduler)
+                except BaseException:
+                    self.state = FAILED  # at once: closing may take a while
+                    raise
         except BaseException as error:
             failure = error
         if isinstance(failure, Cancelled) and self._stop.is_set():

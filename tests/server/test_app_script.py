@@ -157,7 +157,19 @@ def test_a_client_that_reads_nothing_is_given_up() -> None:
                 b"Content-Length: %d\r\n\r\n" % len(body) + body
             )
             line = served.line("r-2")
-        assert "read nothing" in line["error"] and worker.drawn == 6000  # the engine waited for nobody
+        assert "read nothing" in line["error"]
+        assert worker.enough or worker.drawn == 6000  # it was cancelled, if it had not ended before
+        assert served.ask("GET", "/status").json()["requests"] == []
+
+
+def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashnext_drv.server.live._HEAD_S", 0.1)
+    with saying(b"abc") as (served, _):
+        with socket.create_connection((served.server.host, served.server.port), timeout=30) as bare:
+            bare.sendall(b"GET /health HT")
+            assert bare.recv(100) == b""
+        with socket.create_connection((served.server.host, served.server.port), timeout=30) as bare:
+            assert bare.recv(100) == b""
 
 
 def held(until: threading.Event, error: Exception) -> Callable[..., Engine]:

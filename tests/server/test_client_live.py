@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from flashnext_drv.bench.receipt import schema_problems
 from flashnext_drv.bench.recheck import recheck
 from flashnext_drv.bench.site import Site, find_site
 from flashnext_drv.cli import bench as bench_module
-from flashnext_drv.cli.hosting import Host, Plan
+from flashnext_drv.cli.hosting import Host, HostProcess, Plan
 from flashnext_drv.engine.engine import Engine
+from flashnext_drv.errors import RemoteError
 from flashnext_drv.model.layout import Limits
 
 PACK = Path(__file__).resolve().parents[1] / "data" / "exl3_micro" / "pack"
@@ -72,9 +75,9 @@ def test_the_small_measurements(site: Site) -> None:
 
 
 def test_a_load_with_cancels(site: Site) -> None:
-    few = load.Load(requests=14, streams=4, kinds=3, prompt_tokens=6, new_tokens=5, cancels=0.5)
+    few = load.Load(requests=9, streams=3, kinds=2, prompt_tokens=6, new_tokens=5, cancels=0.5)
     found = load.run_load(site, few)
-    assert found["verdict"]["reasons"] == [] and 3 <= found["given_up"]["asked"] <= 11
+    assert found["verdict"]["reasons"] == [] and 1 <= found["given_up"]["asked"] <= 8
 
 
 @pytest.mark.parametrize(("phases", "way"), [(("queue", "decode"), "cancel"),
@@ -124,7 +127,20 @@ def test_a_server_of_its_own_gives_a_result_to_seal(
         assert made["results"]["kind"] == kind and made["results"]["limits"]["deep"] == "off"
 
 
-def test_the_matrix_starts_a_server_for_each_number_of_lines(
+def test_a_server_that_cannot_start_or_dies_is_an_error(
+    device_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--device", device_name, "--no-deep", "--new-tokens", "2"]
+    assert run(["decode", "--pack", str(tmp_path / "none"), *small], capsys)[0] == 3
+    assert run(["decode", "--pack", str(PACK), *small, "--device-bytes", "1MiB"], capsys)[0] == 4
+    with HostProcess(Plan(str(PACK), LIMITS, device_name, max_streams=2)) as host:
+        os.kill(host.pid, signal.SIGKILL)
+        with pytest.raises(RemoteError, match="has ended"):
+            host.graphs(True)
+    assert host.closed == []
+
+
+def test_a_part_of_the_matrix_and_parts_joined(
     device_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["matrix", "--pack", str(PACK), "--device", device_name, "--here", "--no-deep", "--lengths", "5",
@@ -135,9 +151,9 @@ def test_the_matrix_starts_a_server_for_each_number_of_lines(
     with pytest.MonkeyPatch.context() as patch:
         cells = bench_module.matrix.Cells(**small)  # type: ignore[arg-type]
         patch.setattr(bench_module.matrix, "MATRIX", cells)
-        for part, lines in zip(parts, ("5", "all"), strict=True):
-            code, said = run([*words, str(part), "--lines", lines], capsys)
-            assert code == 0, said
+        code, said = run([*words, str(parts[0]), "--lines", "5"], capsys)
+        assert code == 0, said
+    parts[1].write_text(parts[0].read_text().replace('"lines": "5"', '"lines": "all"'))
     whole = tmp_path / "whole.json"
     code, said = run(["matrix", "--out", str(whole), "--join", *map(str, parts)], capsys)
     assert code == 1 and "no leg with lines 16, graph" in said and "another leg has" not in said
