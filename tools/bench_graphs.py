@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -233,7 +233,8 @@ class Suite:
         floor = max(bytes_read / args.bytes_per_s, weights / args.weights_per_s)
         seconds = median(walls)
         found = {"streams": n, "equal_to_solo": sum(equal), "round_ms": seconds * 1e3,
-                 "aggregate_tokens_per_s": n * len(walls) / sum(walls), "host_us_a_round": median(hosts) * 1e6,
+                 "aggregate_tokens_per_s": n * len(walls) / sum(walls),
+                 "host_us_a_round": median(hosts) * 1e6,
                  "distinct_experts_a_layer": distinct, "chosen_a_layer": n * self.engine.config.n_active,
                  "floor_bytes": bytes_read, "floor_trellis_weights": weights, "floor_ms": floor * 1e3,
                  "share_of_floor": floor / seconds}
@@ -326,8 +327,8 @@ def main() -> int:
     parser.add_argument("--name", default="graphs", help="stem of the receipts' names")
     args = parser.parse_args()
     pack = SynthPack(args.model, args.seed, ngram_rows=args.ngram_rows)
-    limits = Limits(context_tokens=max(args.prompt, args.context + args.tokens) + 128, rows=16, prompt_rows=16,
-                    sequences=args.sequences, steps_ahead=args.steps_ahead, deep_rows=args.deep_rows,
+    limits = Limits(context_tokens=max(args.prompt, args.context + args.tokens) + 128,
+                    rows=16, prompt_rows=16, sequences=args.sequences, steps_ahead=args.steps_ahead, deep_rows=args.deep_rows,
                     chunk=args.chunk, expert_lines=args.expert_lines)
     good = True
     with Engine.open(pack, limits, device=args.device) as engine:
@@ -336,7 +337,8 @@ def main() -> int:
         for name in args.parts.split(","):
             started = time.perf_counter()
             results, passed = getattr(suite, name)()
-            print(f"{name}: {'passed' if passed else 'FAILED'}, {time.perf_counter() - started:.1f} s", flush=True)
+            seconds, word = time.perf_counter() - started, "passed" if passed else "FAILED"
+            print(f"{name}: {word}, {seconds:.1f} s", flush=True)
             good &= passed
             if args.out:
                 Path(args.out).mkdir(parents=True, exist_ok=True)

@@ -46,8 +46,9 @@ class Identity:
     """What an executable was captured for.
 
     rows: bucket of the padded grid.  pattern: rows of each window, in order; (1,) where each has one row.
-    context: tokens that the attention grids reach.  pages, lines: geometry of pages, and device lines a layer (-1: none).  ranks:
-    (this one, of how many).  fingerprint: 64 bits over functions, grids and argument bytes of the launches.
+    context: tokens that the attention grids reach.  pages, lines: geometry of pages, and device lines a layer
+    (-1: none).  ranks: (this one, of how many).  fingerprint: 64 bits over functions, grids and argument
+    bytes of the launches.
     """
 
     path: str

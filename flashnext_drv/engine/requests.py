@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..errors import CapacityError, UsageError
 from ..kernels.tables import PAGE_TOKENS
 from ..model.layout import Layout
-from .sequence import Sampling, checked_ids
+from .sequence import Edits, Sampling, checked_ids
 
 __all__ = ["MOST_LOGPROBS", "Event", "Finish", "Reply", "Request", "SchedulerStats", "Ticket", "Token",
            "checked_request", "tokens_held"]
@@ -33,7 +33,8 @@ class Request:
     ids: the prompt.  max_new_tokens: 1 or more.  stop_ids: ids that end the text, which then holds that id;
     empty: none does.  logprobs: None, or how many likeliest alternatives are told beside each token, 0..20;
     such a request makes rounds one token a visit.
-    min_new_tokens, edits: not built; other values than these are refused.
+    min_new_tokens: drawn before one of stop_ids may be.  edits: of the logits that are drawn from; its own
+    min_new_tokens and stop_ids give way to the request's.  Logprobs are those of the raw logits.
     request_id: for people and logs.
     """
 
@@ -43,7 +44,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     min_new_tokens: int = 0
     logprobs: int | None = None
-    edits: object | None = None
+    edits: Edits | None = None
     request_id: str = ""
 
 
@@ -187,9 +188,9 @@ def checked_request(request: Request, layout: Layout) -> Request:
         _check_integer("logprobs", request.logprobs, 0, MOST_LOGPROBS)
     if not isinstance(request.sampling, Sampling):
         raise UsageError("sampling is a Sampling", value=request.sampling)
-    if request.min_new_tokens != 0 or request.edits is not None:
-        raise UsageError("min_new_tokens and edits are not built", min_new_tokens=request.min_new_tokens,
-                         edits=request.edits, do="leave them out")
+    _check_integer("min_new_tokens", request.min_new_tokens, 0, request.max_new_tokens)
+    if request.edits is not None and not isinstance(request.edits, Edits):
+        raise UsageError("edits is an Edits", value=request.edits)
     try:
         stops = list(request.stop_ids)
     except TypeError as error:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import count
 from typing import Final
 
@@ -40,6 +41,7 @@ from .jobs import Job, Totals
 from .prefill import Prefill, Prompt, PromptRun
 from .requests import Event, Finish, Request, SchedulerStats, Ticket, Token, checked_request, tokens_held
 from .round import Window, run_round
+from .sequence import Edits
 
 __all__ = ["CHUNK_ROWS", "Scheduler"]
 
@@ -211,7 +213,11 @@ class Scheduler(Owner):
         while (job := self._next()) is not None:
             admitted = True
             try:
-                job.sequence = job.leave.enter_context(self._engine.sequence(job.request.sampling))
+                request = job.request
+                edits = replace(request.edits or Edits(), min_new_tokens=request.min_new_tokens,
+                                stop_ids=tuple(sorted(request.stop_ids)) if request.min_new_tokens else ())
+                opened = self._engine.sequence(request.sampling, edits=edits)
+                job.sequence = job.leave.enter_context(opened)
                 self._rank.pages.reserve(job.sequence.i_slot, tokens_held(job.request))
                 job.sequence.extend(job.request.ids)
             except Exception as error:

@@ -48,18 +48,17 @@ LINEAR_INPUT: Final = (
     _one(
         "unscaled",
         "scale",
-        _EXL3,
-        "    for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], s[i]);\n    fn_hadamard128(v);\n",
-        "    for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], s[i]);\n"
-        "    fn_hadamard128(v);\n"
-        "    for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], 11.3137085f);\n",
+        _IN,
+        "        fn_hadamard128(v);\n    }\n",
+        "        fn_hadamard128(v);\n"
+        "        for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], 11.3137085f);\n    }\n",
     ),
     _one(
         "product_f16",
         "rounding",
-        _EXL3,
-        "v[i] = fn_mul(v[i], s[i]);\n    fn_hadamard128(v);",
-        "v[i] = fn_h2f(fn_f2h(fn_mul(v[i], s[i])));\n    fn_hadamard128(v);",
+        _IN,
+        "v[i] = fn_mul(v[i], scale[i]);",
+        "v[i] = fn_h2f(fn_f2h(fn_mul(v[i], scale[i])));",
     ),
     _one(
         "natural_order",
@@ -359,5 +358,6 @@ MOE_GEMV_DOWN: Final = (
         "u32 expert = routes[(u64)row * n_slots].expert;",
         "one_row",
     ),
-    _dot("next_operand", "index", _DOWN, "hidden, x, width_cap", "hidden, x + width_cap, width_cap", "segments"),
+    _dot("next_operand", "index", _DOWN,
+         "hidden, x, width_cap", "hidden, x + width_cap, width_cap", "segments"),
 )

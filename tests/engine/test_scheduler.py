@@ -15,6 +15,7 @@ import pytest
 from flashnext_drv.engine import scheduler as scheduler_module
 from flashnext_drv.engine.engine import Engine, Limits, token_sha256
 from flashnext_drv.engine.requests import Reply, Request, Ticket, Token
+from flashnext_drv.engine.sequence import Edits
 from flashnext_drv.errors import CapacityError, Draining, QueueFull, UsageError
 
 from .scheduling import FIELDS, GIVEN, SHORT, check_part, check_whole, reply_of, run, scheduler_on
@@ -345,7 +346,8 @@ def test_what_a_scheduler_refuses(engine: Engine) -> None:
     bad: tuple[Request, ...] = (
         replace(good, ids=()), replace(good, ids=(1, 512)), replace(good, ids=(1, -1)),
         replace(good, max_new_tokens=0), replace(good, max_new_tokens=True), replace(good, logprobs=21),
-        replace(good, logprobs=-1), replace(good, stop_ids=frozenset([512])), replace(good, min_new_tokens=1),
+        replace(good, logprobs=-1), replace(good, stop_ids=frozenset([512])),
+        replace(good, min_new_tokens=-1),
         replace(good, edits=object()), replace(good, sampling=None),  # type: ignore[arg-type]
         replace(good, stop_ids=7), {"ids": (1,)})  # type: ignore[arg-type,assignment]
     with scheduler_on(engine) as (scheduler, _):
@@ -365,3 +367,22 @@ def test_what_a_scheduler_refuses(engine: Engine) -> None:
                      {"max_queue": 1.5}):
         with pytest.raises(UsageError), scheduler_on(engine, **settings):
             raise AssertionError(f"{settings} was taken")
+
+
+def test_edits_and_least_new_tokens_are_those_of_generate(engine: Engine) -> None:
+    """Beside one that edits nothing: penalties and bias, and a stop id that cannot come first."""
+    edits = Edits(repetition=1.3, presence=0.5, frequency=0.25, bias=((7, 3.0), (9, -100.0)))
+    plain, edited = (replace(GIVEN[i], max_new_tokens=6) for i in (7, 4))
+    edited = replace(edited, edits=edits)
+    first = engine.generate(plain.ids, max_new_tokens=1, stop_ids=(), sampling=plain.sampling).tokens[0]
+    late = replace(plain, stop_ids=frozenset([first]), min_new_tokens=3)
+    with scheduler_on(engine) as (scheduler, _):
+        tickets = [scheduler.submit(request) for request in (plain, edited, late)]
+        run(scheduler)
+    late_edits = Edits(min_new_tokens=3, stop_ids=(first,))
+    for ticket, given in zip(tickets, (Edits(), edits, late_edits), strict=True):
+        request = ticket.request
+        wanted = engine.generate(request.ids, max_new_tokens=request.max_new_tokens, edits=given,
+                                 sampling=request.sampling, stop_ids=request.stop_ids)
+        assert reply_of(ticket).tokens == tuple(wanted.tokens)
+    assert first not in reply_of(tickets[2]).tokens[:3] and reply_of(tickets[0]).tokens[0] == first

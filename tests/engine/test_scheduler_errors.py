@@ -86,7 +86,7 @@ def test_a_driver_call_that_fails_in_a_visit_ends_those_in_it(
         scheduler._admit()
         scheduler._prompt()
         assert [t.state for t in tickets.values()] == ["decode", "decode", "queued"]
-        with faults.fail_nth(40, 1, only="cuLaunchKernel") as plan:
+        with faults.fail_nth(40, 1, only="cuLaunchKernelEx") as plan:
             scheduler._decode()
         assert plan.fired == 1
         assert fails_then_works(engine, alone, scheduler, tickets) == {7, 4}
@@ -102,7 +102,7 @@ def test_a_driver_call_that_fails_in_a_prompt_leaves_the_others(
         run(scheduler, lambda: tickets[7].state == "decode")
         tickets |= {4: scheduler.submit(asked(4)), 3: scheduler.submit(asked(3))}
         n = len(engine.rank.launches("token", 1)) + len(engine.rank.launches("body", 8)) // 2
-        with faults.fail_nth(n, 1, only="cuLaunchKernel"):
+        with faults.fail_nth(n, 1, only="cuLaunchKernelEx"):
             scheduler.step()
         assert tickets[4].state != "done", "its round was before"
         assert fails_then_works(engine, alone, scheduler, tickets) == {3}
@@ -247,7 +247,7 @@ def test_a_lost_context_ends_all_and_refuses_what_comes(micro: Path, device: str
     with Scheduler(opened, max_streams=2) as scheduler:
         tickets = [scheduler.submit(asked(i)) for i in (4, 4, 3)]
         run(scheduler, lambda: tickets[1].state == "decode")
-        with faults.fail_nth(5, 700, only="cuLaunchKernel"):
+        with faults.fail_nth(5, 700, only="cuLaunchKernelEx"):
             scheduler.step()
         assert scheduler.broken
         with pytest.raises(ContextLost):

@@ -417,8 +417,8 @@ def test_a_launch_that_fails_in_the_middle_ends_its_sequences(
         with opened.sequence(given.sampling) as sequence:
             begin(opened, sequence, given.ids)
             n_launches = len(opened.rank.launches("step", 1))
-            nth, name = n * n_launches // 2, "cuLaunchKernelEx" if opened.rank.programmatic else "cuLaunchKernel"
-            with faults.fail_nth(nth, 1, only=name), pytest.raises(DriverError):
+            name = "cuLaunchKernelEx" if opened.rank.programmatic else "cuLaunchKernel"
+            with faults.fail_nth(n * n_launches // 2, 1, only=name), pytest.raises(DriverError):
                 run_ahead(opened.rank, [Ahead(sequence, 8)], 4)
             assert sequence.failed
             with pytest.raises(UsageError, match="unknown after a failed round"):

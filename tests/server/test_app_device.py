@@ -43,13 +43,13 @@ def test_a_failed_round_ends_its_requests_and_a_lost_context_the_server(
     body = {"ids": [1, 2], "max_new_tokens": 3, "ignore_eos": True}
     with serving(worker, model) as served:
         alone = served.generate([1, 2], 3)["tokens"]
-        with failing(worker, 5, 1, only="cuLaunchKernel"):
+        with failing(worker, 5, 1, only="cuLaunchKernelEx"):
             failed = served.ask("POST", "/v1/generate", body, {"X-Request-Id": "r-1"})
         assert failed.status == 500 and failed.error()["code"] == "engine_failed"
         assert "cuLaunchKernel" in served.line("r-1")["error"] and "trace" not in served.line("r-1")
         assert served.generate([1, 2], 3)["tokens"] == alone
         assert served.ask("GET", "/health?deep=1").status == 200
-        with failing(worker, 5, 700, only="cuLaunchKernel"):
+        with failing(worker, 5, 700, only="cuLaunchKernelEx"):
             lost = served.ask("POST", "/v1/generate", {**body, "stream": True})
         assert lost.events()[-1]["error"]["code"] in ("device_failed", "engine_failed")
         assert worker.join(60) and worker.state == "failed" and worker.error is not None
