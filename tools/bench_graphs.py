@@ -328,7 +328,8 @@ def main() -> int:
     args = parser.parse_args()
     pack = SynthPack(args.model, args.seed, ngram_rows=args.ngram_rows)
     limits = Limits(context_tokens=max(args.prompt, args.context + args.tokens) + 128,
-                    rows=16, prompt_rows=16, sequences=args.sequences, steps_ahead=args.steps_ahead, deep_rows=args.deep_rows,
+                    rows=16, prompt_rows=16, sequences=args.sequences,
+                    steps_ahead=args.steps_ahead, deep_rows=args.deep_rows,
                     chunk=args.chunk, expert_lines=args.expert_lines)
     good = True
     with Engine.open(pack, limits, device=args.device) as engine:
