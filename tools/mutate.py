@@ -90,6 +90,8 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
      ("tests/contracts/test_token.py",)),
     ("cuda_src/move/line_", ("tests/contracts/test_move.py",), ("tests/engine/test_experts.py", *_ENGINE)),
     ("cuda_src/moe/moe_gemv", ("tests/contracts/test_moe_gemv.py",), _ENGINE),
+    ("cuda_src/gemv.cuh", ("tests/contracts/test_exl3.py", "tests/contracts/test_moe_gemv.py"), _ENGINE),
+    ("cuda_src/exl3/finish.cuh", ("tests/contracts/test_exl3.py",), _ENGINE),
     ("cuda_src/moe/gemv_slot", ("tests/contracts/test_moe_gemv.py",), _ENGINE),
     ("cuda_src/math.cuh", ("tests/contracts/test_math.py",),
      ("tests/contracts/test_glue.py", "tests/contracts/test_token.py", *_ENGINE)),

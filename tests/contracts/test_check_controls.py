@@ -27,7 +27,7 @@ def with_control(kernel, *given):
 GLUE = "glue/stream_add.cu"
 specs = [
     with_control("stream_add",
-        Control("harmless", "order", (Edit(GLUE, "float v = fn_ldg(", "float v  =  fn_ldg("),)),
+        Control("harmless", "order", (Edit(GLUE, "float v = fn_ld(", "float v  =  fn_ld("),)),
         Control("swapped", "index", (Edit(GLUE, "fn_fma(p.x, v, a)", "fn_fma(v, p.x, a)"),)),
         Control("late", "barrier", (Edit(GLUE, "float a = fn_ld(s)", "fn_delay(); float a = fn_ld(s)"),)),
         Control("split", "contraction", (Edit(GLUE, "fn_fma(p.x, v, a)", "fn_add(fn_mul(p.x, v), a)"),)),
