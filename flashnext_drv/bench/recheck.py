@@ -110,7 +110,8 @@ def _workload(results: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
             found += [f"{name}: {side} {key} is {leg[side][key]}, its stamps give {value}"
                       for key, value in made.items() if not _close(value, leg[side][key])
                       # stamps are whole microseconds: two of them are off by 1 us together
-                      and not (value and leg[side][key] and abs(value - leg[side][key]) <= 1e-6 * value * max(value, leg[side][key])
+                      and not (value and leg[side][key]
+                               and abs(value - leg[side][key]) <= 1e-6 * value * max(value, leg[side][key])
                       / sizes["prompt_tokens"])]
         else:
             found += _overlap(name, n, stamps)
