@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from .evidence import full_hash, same_hash
-from .timing import middle, times
+from .timing import middle, stamps_of, times
 from .workload import MODES, NAME, PART, WORKLOAD
 
 __all__ = ["figures", "recheck"]
@@ -39,7 +39,7 @@ def recheck(results: Mapping[str, Any]) -> list[str]:
 def figures(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The figures of a workload, by leg ("graph c=8"), by the client's clock, made from its stamps."""
     return {f"{leg['mode']} c={leg['streams']}":
-            middle([times(0.0, _seconds(at), results["sizes"]["prompt_tokens"])
+            middle([times(0.0, stamps_of(at), results["sizes"]["prompt_tokens"])
                     for at in leg["stamps_us"]["client"]]) for leg in results["legs"]}
 
 
@@ -106,13 +106,9 @@ def _workload(results: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
             if [len(at) for at in stamps[side]] != [sizes["new_tokens"]] * n:
                 found.append(f"{name}: not one {side} stamp a token")
                 break
-            made = middle([times(0.0, _seconds(at), sizes["prompt_tokens"]) for at in stamps[side]])
+            made = middle([times(0.0, stamps_of(at), sizes["prompt_tokens"]) for at in stamps[side]])
             found += [f"{name}: {side} {key} is {leg[side][key]}, its stamps give {value}"
-                      for key, value in made.items() if not _close(value, leg[side][key])
-                      # stamps are whole microseconds: two of them are off by 1 us together
-                      and not (value and leg[side][key]
-                               and abs(value - leg[side][key]) <= 1e-6 * value * max(value, leg[side][key])
-                      / sizes["prompt_tokens"])]
+                      for key, value in made.items() if not _close(value, leg[side][key])]
         else:
             found += _overlap(name, n, stamps)
         found += [f"{row['name']}: {_replays(row)} replays" for row in rows
@@ -134,10 +130,6 @@ def _replays(row: Mapping[str, Any]) -> int:
     counters = row.get("counters")
     told = counters.get("graph_replays") if isinstance(counters, Mapping) else None
     return told if type(told) is int else -1
-
-
-def _seconds(gaps: Sequence[int]) -> list[float]:
-    return [us / 1e6 for us in accumulate(gaps)]
 
 
 def _close(one: float | None, other: float | None) -> bool:

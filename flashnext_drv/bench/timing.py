@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
-__all__ = ["Times", "gaps_us", "middle", "percentile", "times"]
+__all__ = ["Times", "gaps_us", "middle", "percentile", "stamps_of", "times"]
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,8 @@ def gaps_us(stamps: Sequence[float], start: float) -> list[int]:
     """Stamps as whole microseconds: the first since `start`, each other since the one before it."""
     at = [round((stamp - start) * 1e6) for stamp in stamps]
     return [b - a for a, b in zip([0, *at], at, strict=False)]
+
+
+def stamps_of(gaps: Sequence[int]) -> list[float]:
+    """Seconds since the start that `gaps_us` counted from."""
+    return [us / 1e6 for us in accumulate(gaps)]

@@ -19,7 +19,7 @@ from .client import Ask, Reply, ask, each_alone, together
 from .evidence import joined_replies, server_stamps, verdict
 from .inputs import asks
 from .site import Notes, Site
-from .timing import gaps_us, middle, times
+from .timing import gaps_us, middle, stamps_of, times
 
 __all__ = ["MODES", "NAME", "PART", "WORKLOAD", "Sizes", "is_workload", "join_workload",
            "run_workload"]
@@ -110,17 +110,21 @@ def _legs(site: Site, notes: Notes, mode: str, inputs: Sequence[Ask]) -> list[di
 def _leg(mode: str, streams: int, replies: Sequence[Reply]) -> dict[str, Any]:
     """Medians over the streams by both clocks, and each stream's stamps in whole microseconds: the first
     since its request, each other since the one before."""
-    client = [times(r.sent_at, r.token_at, len(r.ask.ids)) for r in replies]
     stamps = [server_stamps(reply) for reply in replies]
-    server = [times(begun, at, len(r.ask.ids)) for (begun, at), r in zip(stamps, replies, strict=True)]
+    # Figures are made from the stamps that are kept, so whoever has the result can make them again.
+    kept = {
+        "client": [gaps_us(r.token_at, r.sent_at) for r in replies],
+        "server": [gaps_us(at, since) if since is not None else [] for since, at in stamps],
+    }
+    client, server = ([times(0.0, stamps_of(at), len(r.ask.ids)) for at, r in zip(side, replies, strict=True)]
+                      for side in kept.values())
     begun = [at for at, _ in stamps if at is not None]
     base = min(begun, default=0.0)
     return {
         "mode": mode, "streams": streams, "client": middle(client), "server": middle(server),
         "each_client": [one.as_dict() for one in client],
         "stamps_us": {
-            "client": [gaps_us(r.token_at, r.sent_at) for r in replies],
-            "server": [gaps_us(at, since) if since is not None else [] for since, at in stamps],
+            **kept,
             "server_begun": [None if since is None else round((since - base) * 1e6) for since, _ in stamps],
         },
     }
