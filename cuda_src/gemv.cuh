@@ -1,10 +1,12 @@
 // gemv.cuh: a warp's products of 16 outputs with up to 8 ROW_TILES rows; used by linear_gemv and moe_gemv_*.
 //
 //   FnPlace                        where a warp stands in a launch of blocks of FN_GEMV_THREADS
-//   fn_weight_dot<ROW_TILES, PLAIN>(...)   W 16 outputs x one k range x up to 8 ROW_TILES rows
+//   fn_weight_dot<Weights, ROW_TILES>(...) W 16 outputs x one k range x up to 8 ROW_TILES rows
+//   fn_with_weights<PLAIN>(format, job)    job.run<Weights>() of a format
 //
 // A block is one pair of tiles of 16 outputs, a warp a tile: small grids reach all SMs, and the critical path is
-// one tile's (tools/bench_gemv.py timed pairs a warp and larger blocks beside this).
+// one tile's.  On an H200 the scheduler issues in three of four cycles here, so only fewer instructions are faster:
+// pairs a warp, larger blocks, more or fewer of them on an SM and words through shared memory were not.
 #pragma once
 #include "exl3.cuh"
 
@@ -30,7 +32,7 @@ template <u32 W2, u32 CODEBOOK> struct FnTrellis {
     const u8 *low, *other;  // this lane's words of the k step before the next
     u32 row_bytes, stride;  // one k step further; how far the next load goes
 
-    FN_DEVICE FnTrellis(u64 w, u32, u32 n, u32 tile, u32 step0) : ring(threadIdx.x & 31u) {
+    FN_DEVICE FnTrellis(u64 w, u32, u32 n, u32 tile, u32 step0, u32 lane) : ring(lane) {
         row_bytes = n / 16u * FnRing<W2>::kTileBytes;
         low = reinterpret_cast<const u8*>(w) + (u64)step0 * row_bytes + tile * FnRing<W2>::kTileBytes;
         other = low + ring.high;
@@ -73,14 +75,24 @@ template <bool BF16> struct FnPlain {
 
     const uint4* at;  // this lane's words at the next k step
 
-    FN_DEVICE FnPlain(u64 w, u32 k, u32, u32 tile, u32 step0) {
-        at = reinterpret_cast<const uint4*>(w) + ((u64)tile * (k / 16u) + step0) * 32u + (threadIdx.x & 31u);
+    FN_DEVICE FnPlain(u64 w, u32 k, u32, u32 tile, u32 step0, u32 lane) {
+        at = reinterpret_cast<const uint4*>(w) + ((u64)tile * (k / 16u) + step0) * 32u + lane;
     }
     FN_DEVICE void load(u32 i, Step& s) const { s.w = fn_ldg(at + 32u * i); }  // the i-th k step from here
     FN_DEVICE void advance(u32 n) { at += 32u * n; }
     FN_DEVICE void operand(const Step& s, u32 (&a)[4]) const {
         a[0] = s.w.x, a[1] = s.w.y, a[2] = s.w.z, a[3] = s.w.w;
     }
+};
+
+struct FnUnknown {  // of a format that nobody knows: NaN
+    enum : u32 { kDepth = 1, kBf16 = 0 };
+    struct Step {};
+
+    FN_DEVICE FnUnknown(u64, u32, u32, u32, u32, u32) {}
+    FN_DEVICE void load(u32, Step&) const {}
+    FN_DEVICE void advance(u32) const {}
+    FN_DEVICE void operand(const Step&, u32 (&a)[4]) const { a[0] = a[1] = a[2] = a[3] = 0x7fff7fffu; }
 };
 
 // The warp's operand rows: lane 4 g + t reads row g (and g + 8).  Rows of an mma do not meet: where a row is
@@ -160,25 +172,28 @@ FN_DEVICE void fn_dot_run(Weights weights, FnRows<ROW_TILES> rows, u32 n_steps,
     }
 }
 
-// Outputs 16 tile .. + 15 of weights `data` of that format (k inputs, n outputs) over inputs k0 .. k1 - 1, from
-// zero accumulators.  rows: at the row's start (this adds k0 and the lane's place).  With g = lane / 4 and
-// t = lane % 4, d[r][0], [1] are output 16 tile + g of rows 8 r + 2 t, + 1, and d[r][2], [3] are output + 8 of the
-// same rows.  Unknown formats give NaN.
-template <u32 ROW_TILES, bool PLAIN>
-FN_DEVICE void fn_weight_dot(u64 data, u32 format, u32 k, u32 n, u32 tile, u32 k0, u32 k1, FnRows<ROW_TILES> rows,
+// Outputs 16 tile .. + 15 of weights `data` (k inputs, n outputs) over inputs k0 .. k1 - 1, from zero accumulators.
+// rows: at the row's start (this adds k0 and the lane's place).  lane: threadIdx.x & 31, as fn_thread_here gives it
+// where what follows from it would fill registers from the kernel's start on.  With g = lane / 4 and t = lane % 4,
+// d[r][0], [1] are output 16 tile + g of rows 8 r + 2 t, + 1, and d[r][2], [3] are output + 8 of the same rows.
+template <class Weights, u32 ROW_TILES>
+FN_DEVICE void fn_weight_dot(u64 data, u32 k, u32 n, u32 tile, u32 k0, u32 k1, u32 lane, FnRows<ROW_TILES> rows,
                              float (&d)[ROW_TILES][4]) {
-    u32 n_steps = (k1 - k0) / 16u, step0 = k0 / 16u;
 #pragma unroll
     for (u32 r = 0; r < ROW_TILES; r++) {
-        rows.at[r] += k0 + 4u * (threadIdx.x & 3u);
+        rows.at[r] += k0 + 4u * (lane & 3u);
 #pragma unroll
         for (int i = 0; i < 4; i++) d[r][i] = 0.f;
     }
-#define FN_DOT(...) \
-    fn_dot_run<__VA_ARGS__, ROW_TILES>(__VA_ARGS__(data, k, n, tile, step0), rows, n_steps, d)
-#define FN_TRELLIS(w2, codebook)                    \
-    case FN_FORMAT_EXL3 | w2 << 8 | codebook << 16: \
-        FN_DOT(FnTrellis<w2, codebook>);            \
+    fn_dot_run<Weights, ROW_TILES>(Weights(data, k, n, tile, k0 / 16u, lane), rows, (k1 - k0) / 16u, d);
+}
+
+// job.run<Weights>() for the weights of that format.  Loops over several dots stand in the job, so what follows from
+// the format is found once.
+template <bool PLAIN, class Job> FN_DEVICE void fn_with_weights(u32 format, Job& job) {
+#define FN_TRELLIS(w2, codebook)                        \
+    case FN_FORMAT_EXL3 | w2 << 8 | codebook << 16:     \
+        job.template run<FnTrellis<w2, codebook>>();    \
         return;
 #define FN_WIDTHS(codebook)                                                                   \
     FN_TRELLIS(2, codebook) FN_TRELLIS(4, codebook) FN_TRELLIS(6, codebook) FN_TRELLIS(8, codebook) \
@@ -191,21 +206,17 @@ FN_DEVICE void fn_weight_dot(u64 data, u32 format, u32 k, u32 n, u32 tile, u32 k
         FN_TRELLIS(5, 2)
         FN_TRELLIS(7, 2)
     }
+#undef FN_TRELLIS
+#undef FN_WIDTHS
     if constexpr (PLAIN) {
         if (format == FN_FORMAT_F16) {
-            FN_DOT(FnPlain<false>);
+            job.template run<FnPlain<false>>();
             return;
         }
         if (format == FN_FORMAT_BF16) {
-            FN_DOT(FnPlain<true>);
+            job.template run<FnPlain<true>>();
             return;
         }
     }
-#undef FN_DOT
-#undef FN_TRELLIS
-#undef FN_WIDTHS
-#pragma unroll
-    for (u32 r = 0; r < ROW_TILES; r++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) d[r][i] = fn_nan();
+    job.template run<FnUnknown>();
 }

@@ -4,18 +4,6 @@
 #pragma once
 #include "prelude.cuh"
 
-#ifdef FN_SIM
-FN_DEVICE u32 fn_thread_here() { return threadIdx.x; }
-#else
-// threadIdx.x, in a form that keeps what depends on it inside the loop where it is used: a block that strides over
-// tiles would else hold every address of every path in registers from the start.
-FN_DEVICE u32 fn_thread_here() {
-    u32 thread = threadIdx.x;
-    asm volatile("" : "+r"(thread));
-    return thread;
-}
-#endif
-
 #ifdef FN_HOPPER
 
 FN_DEVICE u32 fn_shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

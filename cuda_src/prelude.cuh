@@ -53,13 +53,9 @@ FN_DEVICE float fn_sub(float a, float b) { return __fsub_rn(a, b); }
 FN_DEVICE float fn_div(float a, float b) { return __fdiv_rn(a, b); }
 // 1 / d to nearest for d in [1, 2] or NaN: on a GPU the steps of __frcp_rn's middle range without its branches.
 FN_DEVICE float fn_rcp_1to2(float d) {
-#ifdef FN_SIM
-    return fn_div(1.f, d);
-#else
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
     return fn_fma(r, fn_fma(-d, r, 1.f), r);
-#endif
 }
 FN_DEVICE float fn_sqrt(float a) { return __fsqrt_rn(a); }
 FN_DEVICE double fn_dfma(double a, double b, double c) { return __fma_rn(a, b, c); }

@@ -26,6 +26,13 @@ template <class T>
 FN_DEVICE T fn_shfl_down(T v, u32 delta) {
     return __shfl_down_sync(0xffffffffu, v, delta);
 }
+// threadIdx.x, in a form that keeps what follows from it where it is used: of a kernel with many paths every path's
+// addresses would else be in registers from the start.
+FN_DEVICE u32 fn_thread_here() {
+    u32 thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return thread;
+}
 FN_DEVICE u32 fn_ballot(bool pred) { return __ballot_sync(0xffffffffu, pred); }
 FN_DEVICE bool fn_any(bool pred) { return __any_sync(0xffffffffu, pred) != 0; }
 FN_DEVICE bool fn_all(bool pred) { return __all_sync(0xffffffffu, pred) != 0; }

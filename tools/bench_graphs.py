@@ -12,6 +12,9 @@ the exact number of replays, and what graphs make of decode.
     eight    eight streams together against each alone; the floor at the distinct experts of this very run
     cycles   --cycles engines with graphs opened and closed; the driver's free memory before and after
 
+The floor of single and eight is the larger of bytes / --bytes-per-s and trellis weights / the rate at which
+linear_gemv decodes large matrices here, measured first (the faster of 3 and 5 bits; or --weights-per-s).
+
 Writes a receipt a part as soon as it is done; exit 1 when a part fails.  Runs on a GPU; with --device sim and
 a small model it shows that the program works.
 """
@@ -33,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bench_decode import prompt_ids
+from bench_linear import REAL, TINY, Bench, build_linear, measure
 
 from flashnext_drv.bench.floor import decode_floor
 from flashnext_drv.bench.receipt import write_receipt
@@ -207,6 +211,7 @@ class Suite:
             print(f"one stream, {mode}: {found[mode]}", flush=True)
         floor = decode_floor(rank.layout, self.pack, args.context)
         rates = floor.seconds(args.bytes_per_s, args.weights_per_s)
+        found |= {"weights_per_s": args.weights_per_s, "bytes_per_s": args.bytes_per_s}
         found |= {"floor_bytes": floor.bytes_read, "floor_trellis_weights": floor.trellis_weights,
                   "floor_ms": {name: value * 1e3 for name, value in rates.items()},
                   "share_of_floor": rates["floor"] * 1e3 / found["graph"]["median_ms"],
@@ -236,6 +241,7 @@ class Suite:
                  "aggregate_tokens_per_s": n * len(walls) / sum(walls),
                  "host_us_a_round": median(hosts) * 1e6,
                  "distinct_experts_a_layer": distinct, "chosen_a_layer": n * self.engine.config.n_active,
+                 "weights_per_s": args.weights_per_s, "bytes_per_s": args.bytes_per_s,
                  "floor_bytes": bytes_read, "floor_trellis_weights": weights, "floor_ms": floor * 1e3,
                  "share_of_floor": floor / seconds}
         print(f"{n} streams: {found}", flush=True)
@@ -301,6 +307,21 @@ def ids_of(i: int, count: int, vocab: int) -> list[int]:
     return prompt_ids(100_003 * i + count, vocab)[100_003 * i :]
 
 
+def decode_rate(device: str) -> float:
+    """Trellis weights a second of linear_gemv, one row, over copies of matrices that L2 cannot hold: the best
+    of 3 and 5 bits."""
+    sim, rates = device == "sim", []
+    with ExitStack() as stack:
+        bench = Bench(stack, device, 1 << 16 if sim else 192 << 20, ("exl3",))
+        for name in ("rate_mul1_3", "rate_mul1_5"):
+            built = build_linear(bench, TINY["linears"][1] if sim else REAL[name][1], 1)
+            bench.stream.synchronize()
+            best = min(measure(bench, built, 3 if sim else 100, 5))
+            rates.append(built.trellis_weights / best * 1e6)
+            print(f"{name}: {rates[-1] / 1e12:.2f} T weights/s", flush=True)
+    return max(rates)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -322,7 +343,7 @@ def main() -> int:
     parser.add_argument("--deep-rows", type=int, default=512)
     parser.add_argument("--expert-lines", type=int, help="experts in pinned memory, so many lines a layer")
     parser.add_argument("--bytes-per-s", type=float, default=4.4e12, help="measured streaming read rate")
-    parser.add_argument("--weights-per-s", type=float, default=3.4e12, help="measured trellis decode rate")
+    parser.add_argument("--weights-per-s", type=float, help="trellis decode rate (default: measured here)")
     parser.add_argument("--out", help="folder for receipts")
     parser.add_argument("--name", default="graphs", help="stem of the receipts' names")
     args = parser.parse_args()
@@ -332,6 +353,8 @@ def main() -> int:
                     steps_ahead=args.steps_ahead, deep_rows=args.deep_rows,
                     chunk=args.chunk, expert_lines=args.expert_lines)
     good = True
+    if not args.weights_per_s:
+        args.weights_per_s = decode_rate(args.device)
     with Engine.open(pack, limits, device=args.device) as engine:
         print(f"device {engine.facts}; opened {args.model} in {engine.open_seconds:.1f} s", flush=True)
         suite = Suite(engine, pack, args)

@@ -1,5 +1,5 @@
 // finish.cuh: outputs of a linear from the sums of its units, with many loads on their way at once: a launch
-// that finishes few rows is as long as its chain of loads.  Used by linear_finish and gdn_finish_conv.
+// that finishes few rows is as long as its chain of loads.  Used by linear_finish.
 //
 //   FnUnits    four neighbouring outputs of all units: asked for, then summed
 //   FnFinish   a warp's block of 128 outputs: prepared ahead of fn_wait_prior, then row by row

@@ -4,8 +4,7 @@
 //             sum, any n >= 1.  round.rows_cap == grid z.
 // Launch      grid (ceil(n_max / 512), n_linears, rows_cap), block 128: one warp a block of 128 outputs.
 // Arithmetic  orders part_sum_v1 and hadamard: units, fn_hadamard128, fn_mul(., svh), fn_add(., f32(bias)).
-// Equality    the same bytes as moe_act and moe_sum for the same sums, and as gdn_finish_conv, which shares
-//             finish.cuh.
+// Equality    the same bytes as moe_act and moe_sum for the same sums.
 // Reference   ref/orders.py tree and hadamard128.
 //
 // The units of a row are asked for together with the number of rows, whether it is live or not.

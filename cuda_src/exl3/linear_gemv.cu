@@ -4,7 +4,7 @@
 //             % 128 == 0; plain: k % 16 == 0, any n >= 1.  n_warps = ceil(n / 32) * units; first_warp counts
 //             warps of the linears before.
 // Launch      grid (total warps), block 64: a block is 32 outputs of one unit, all rows, a warp 16 of them;
-//             "warps" of the table are such blocks.
+//             "warps" of the table are such blocks, units of the same outputs beside each other.
 // Arithmetic  orders exl3_dot_v1 and plain_dot_v1: one chain of k16 mma steps a unit, k rising, from zero;
 //             bf16: the operand as hi + lo, hi first.  Rows of an mma do not meet: row 0 stands in for those
 //             that are not there.
@@ -14,7 +14,21 @@
 // Plain weights are on their way into L2 before the launches before are done.
 #include "gemv.cuh"
 
+namespace FN_NAMESPACE {
+struct LinearDot {
+    u64 data;
+    u32 k, n, tile, k0, k1;
+    FnRows<FN_ROW_TILES> rows;
+    float d[FN_ROW_TILES][4];
+
+    template <class Weights> FN_DEVICE void run() {
+        fn_weight_dot<Weights, FN_ROW_TILES>(data, k, n, tile, k0, k1, fn_thread_here() & 31u, rows, d);
+    }
+};
+}  // namespace FN_NAMESPACE
+
 FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
+    using namespace FN_NAMESPACE;
     static_assert(FN_THREADS == FN_GEMV_THREADS, "a block is a pair of tiles");
     FnPlace place;
     u32 warp = place.pair, lane = threadIdx.x & 31u, j = 0, first[8];
@@ -27,16 +41,16 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
     for (u32 i = 8; i < n_linears; i++)
         if (linears[i].first_warp <= warp) j = i;
     const FnLinear linear = linears[j];
-    u32 n = linear.n, n_pairs = (n + 31u) / 32u;
+    u32 n = linear.n, units = fn_max_u32(linear.leaves * linear.segments, 1u);  // a power of two
     warp -= linear.first_warp;
     // Whole warps.  All fields in one condition: they are asked for at once, not behind each other's branches.
     bool there = (warp < linear.n_warps) & (linear.w.data != 0) & (linear.x != 0) & (linear.part != 0);
     there &= (linear.k != 0) & (linear.leaves != 0) & (linear.segments != 0);
     there &= (linear.w.format != 0xffffffffu) & (linear.x_stride != 0xffffffffu);
-    u32 unit = warp / n_pairs, pair = warp - unit * n_pairs, k0, k1;
+    u32 pair = warp >> (fn_ffs(units) - 1u), unit = warp & (units - 1u), k0, k1;
     u32 tile = 2u * pair + place.half;
     there &= 16u * tile < n;
-    fn_unit_range(linear.k, fn_max_u32(linear.leaves * linear.segments, 1u), unit, k0, k1);
+    fn_unit_range(linear.k, units, unit, k0, k1);
     if (there && !fn_is_exl3(linear.w) && lane == 0)
         fn_prefetch_l2(linear.w.data + ((u64)tile * (linear.k / 16u) + k0 / 16u) * 512u, 32u * (k1 - k0));
 
@@ -44,15 +58,14 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
     u32 n_rows = round->n_rows, rows_cap = round->rows_cap;
     if ((n_rows == 0) | (rows_cap == 0) | !there) return;
 
-    FnRows<FN_ROW_TILES> rows;
-    float d[FN_ROW_TILES][4];
+    LinearDot dot{linear.w.data, linear.k, n, tile, k0, k1, {}, {}};
 #pragma unroll
     for (u32 r = 0; r < FN_ROW_TILES; r++) {
         u32 row = 8u * r + (lane >> 2);
-        rows.at[r] = reinterpret_cast<const u16*>(linear.x);
-        if (row < n_rows) rows.at[r] += (u64)row * linear.x_stride;
+        dot.rows.at[r] = reinterpret_cast<const u16*>(linear.x);
+        if (row < n_rows) dot.rows.at[r] += (u64)row * linear.x_stride;
     }
-    fn_weight_dot<FN_ROW_TILES, true>(linear.w.data, linear.w.format, linear.k, n, tile, k0, k1, rows, d);
+    fn_with_weights<true>(linear.w.format, dot);
     fn_let_next();  // not before: blocks of the next launch would take places among these
 
     float* part = reinterpret_cast<float*>(linear.part) + (u64)unit * rows_cap * n;
@@ -62,7 +75,7 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
         for (u32 i = 0; i < 4; i++) {
             u32 row = 8u * r + 2u * (lane & 3u) + (i & 1u);
             u32 output = 16u * tile + 8u * (i >> 1 & 1u) + (lane >> 2);
-            if (row < n_rows && output < n) part[(u64)row * n + output] = d[r][i];
+            if (row < n_rows && output < n) part[(u64)row * n + output] = dot.d[r][i];
         }
     }
 }

@@ -42,6 +42,7 @@ static inline T fn_shfl_down(T v, u32 delta) {
     u32 me = (u32)fnsim::T.current->lane;
     return fn_sim_shuffle(v, delta < 32 && me + delta < 32 ? me + delta : me);
 }
+static inline u32 fn_thread_here() { return threadIdx.x; }
 static inline u32 fn_ballot(bool pred) {
     fnsim::Warp& w = *fnsim::T.warp;
     const unsigned at = w.parity;

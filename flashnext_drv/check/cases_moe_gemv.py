@@ -92,7 +92,7 @@ def build(name: str, case: Case, seed: int) -> Operands:
     return Operands(
         arrays,
         {"hidden": hidden, "n_slots": n_slots, "width_cap": width_cap},
-        (warps, len(parts) * n_slots, cap),
+        (int(case.dims.get("blocks", warps)), len(parts) * n_slots, cap),
         relocations,
         ("part",),
         expect,

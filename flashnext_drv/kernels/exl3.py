@@ -196,8 +196,8 @@ def _gemv(rows_max: int, blocks_per_sm: int) -> KernelSpec:
     )
 
 
-LINEAR_GEMV_N8: Final = _gemv(8, 20)
-LINEAR_GEMV_N16: Final = _gemv(16, 12)
+LINEAR_GEMV_N8: Final = _gemv(8, 18)
+LINEAR_GEMV_N16: Final = _gemv(16, 11)
 
 LINEAR_FINISH: Final = KernelSpec(
     name="linear_finish",

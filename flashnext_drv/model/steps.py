@@ -25,12 +25,13 @@ FILL_BLOCKS = 64  # of line_fill; 8 reach the link's rate
 @dataclass(frozen=True)
 class Step:
     """One launch.  grid: up to three of int or "rows".  scope: the layer or part it belongs to, for
-    people."""
+    people.  strides: grid[0] counts items of work, and fewer blocks take several each."""
 
     kernel: str
     grid: tuple[int | str, ...]
     args: Mapping[str, Value]
     scope: str = ""
+    strides: bool = False
 
 
 def body_steps(
@@ -402,6 +403,7 @@ def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
         (width // 32 * gu_units, 2 * slots, "rows"),
         {**table, **size, "x": "moe_x", "part": "moe_part"},
         scope,
+        strides=True,
     )
     yield Step(
         "moe_act",
@@ -414,6 +416,7 @@ def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
         (c.hidden // 32 * down_units, slots, "rows"),
         {**table, **size, "x": "moe_h", "part": "moe_part"},
         scope,
+        strides=True,
     )
     yield Step(
         "moe_sum",
