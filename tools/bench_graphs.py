@@ -13,7 +13,7 @@ the exact number of replays, and what graphs make of decode.
     cycles   --cycles engines with graphs opened and closed; the driver's free memory before and after
 
 The floor of single and eight is the larger of bytes / --bytes-per-s and trellis weights / the rate at which
-linear_gemv decodes large matrices here, measured first (the faster of 3 and 5 bits; or --weights-per-s).
+linear_gemv decodes large matrices here, measured first (the best of three shapes; or --weights-per-s).
 
 Writes a receipt a part as soon as it is done; exit 1 when a part fails.  Runs on a GPU; with --device sim and
 a small model it shows that the program works.
@@ -309,11 +309,11 @@ def ids_of(i: int, count: int, vocab: int) -> list[int]:
 
 def decode_rate(device: str) -> float:
     """Trellis weights a second of linear_gemv, one row, over copies of matrices that L2 cannot hold: the best
-    of 3 and 5 bits."""
+    of 3 and 5 bits and the head's shape."""
     sim, rates = device == "sim", []
     with ExitStack() as stack:
         bench = Bench(stack, device, 1 << 16 if sim else 192 << 20, ("exl3",))
-        for name in ("rate_mul1_3", "rate_mul1_5"):
+        for name in ("rate_mul1_3", "rate_mul1_5", "lm_head"):
             built = build_linear(bench, TINY["linears"][1] if sim else REAL[name][1], 1)
             bench.stream.synchronize()
             best = min(measure(bench, built, 3 if sim else 100, 5))
