@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import argparse
 import platform
+from dataclasses import asdict
 from importlib import metadata
-from typing import Any
+from typing import Any, Final
 
 from .. import __version__
 from ..errors import FlashNextError, bytes_text
+from ..host_memory import host_memory
 from .report import GOOD, MISSING, print_json
 
 __all__ = ["add_parser", "examine", "run"]
 
-_PACKAGES = ("cuda-bindings", "numpy", "safetensors", "ziglang")
-_OPTIONAL = frozenset(("ziglang",))
+_PACKAGES: Final = ("cuda-bindings", "numpy", "safetensors", "ziglang")
+_SERVER: Final = ("starlette", "uvicorn", "tokenizers", "jinja2", "prometheus-client")  # the extra
+_OPTIONAL: Final = frozenset(("ziglang", *_SERVER))
 
 
 def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,10 +49,19 @@ def run(args: argparse.Namespace) -> int:
 def examine(device: str = "auto") -> dict[str, Any]:
     """All findings as plain data.  device: what is asked for; "auto" takes a GPU, else the simulator."""
     missing: list[dict[str, str]] = []
-    packages = {name: _version(name) for name in _PACKAGES}
+    packages = {name: _version(name) for name in (*_PACKAGES, *_SERVER)}
     for name, version in packages.items():
         if version is None and name not in _OPTIONAL:
             missing.append({"what": f"the Python package {name}", "do": "pip install flashnext_drv"})
+    absent = [name for name in _SERVER if packages[name] is None]
+    if absent:
+        missing.append(
+            {
+                "what": f"what `serve` needs ({', '.join(absent)})",
+                "do": "pip install 'flashnext_drv[server]'; all other commands run without",
+            }
+        )
+    host = host_memory()
     images = _images(missing)
     gpu = (
         _gpu(images["archs"], missing, wanted=device) if device != "sim" else {"usable": False, "devices": []}
@@ -61,6 +73,7 @@ def examine(device: str = "auto") -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.platform(),
         "packages": packages,
+        "host": asdict(host) | {"text": str(host)},
         "images": images,
         "gpu": gpu,
         "simulator": simulator,
@@ -171,6 +184,7 @@ def _print(found: dict[str, Any]) -> None:
         "packages   "
         + ", ".join(f"{n} {v or 'missing'}" for n, v in found["packages"].items() if v or n not in _OPTIONAL)
     )
+    print(f"host       {found['host']['text']}")
     gpu, simulator, images = found["gpu"], found["simulator"], found["images"]
     if "driver_version" in gpu:
         version = gpu["driver_version"]
