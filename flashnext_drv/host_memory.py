@@ -1,7 +1,8 @@
 """How much host memory this process may still take: what the kernel reports available, and what the control
 groups that it lives in leave of their limits.
 
-Called by engine/rank.py before it pins anything, and by `flashnext-drv plan`.  Reads files of the kernel
+Called by engine/rank.py before it pins anything, by drv/memory.py when a pin was refused, and by the commands
+`plan` and `doctor`.  Reads files of the kernel
 only, and none of them while the module is imported.  What must stay true: a file that is absent or holds
 something else than expected counts as no limit, never as an error.
 
