@@ -20,7 +20,8 @@ from .client import Reply
 from .timing import times
 
 __all__ = ["Overlap", "Verdict", "cached_tokens", "count", "full_hash", "ids_hash", "joined_replies",
-           "overlap", "present", "problems", "row", "same_hash", "server_stamps", "verdict"]
+           "overlap", "present", "problems", "row", "same_hash", "server_stamps", "unmeasured",
+           "verdict"]
 
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 REPLAYS, EAGER = "graph_replays", "eager_rounds"
@@ -194,14 +195,21 @@ def row(reply: Reply) -> dict[str, Any]:
     }
 
 
+def unmeasured(made: Mapping[str, Any]) -> bool:
+    """Whether a row is of a reply that nothing speaks against, of several tokens that came in one piece: the
+    client's clock gives it no decode rate."""
+    return not made["problems"] and made["new_tokens"] > 1 and made["client"]["decode_tokens_per_s"] is None
+
+
 def joined_replies(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], list[str]]:
     """(counts, what differs in words) of the replies of several results: one hash a request in all."""
     known: dict[tuple[Any, Any], Any] = {}
-    counts, found = {"replies": 0, "failed": 0, "compared": 0, "equal": 0}, []
+    counts, found = dict.fromkeys(("replies", "failed", "unmeasured", "compared", "equal"), 0), []
     for i, part in enumerate(parts):
         for reply in part["replies"]:
             counts["replies"] += 1
             counts["failed"] += bool(reply["problems"])
+            counts["unmeasured"] += unmeasured(reply)
             key = (reply["prompt_sha256"], reply["asked_tokens"])
             if key in known:
                 counts["compared"] += 1
