@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from flashnext_drv.bench import cases, load, matrix, workload
-from flashnext_drv.bench.client import Target
+from flashnext_drv.bench.client import Target, arriving
 from flashnext_drv.bench.evidence import joined_replies
+from flashnext_drv.bench.inputs import asks
 from flashnext_drv.bench.recheck import figures, recheck
 from flashnext_drv.bench.site import Site, find_site
 from flashnext_drv.errors import UsageError
@@ -223,3 +225,24 @@ def test_a_load_is_held_to_solo_runs_and_leaves_nothing(fake: fakes.Fake) -> Non
     assert "ledger: weights device" in reasons(load.run_load(site_of(fake), few))
     fake.knobs = {"wrong_when": 2, "token_s": 0.003}
     assert "its tokens are not those of" in reasons(load.run_load(site_of(fake), few))
+
+
+def test_requests_arrive_at_their_times_whether_others_have_ended_or_not(fake: fakes.Fake) -> None:
+    """Replies of about 0.1 s at 60 a second: more are under way than `streams`."""
+    few = load.Load(requests=30, streams=2, kinds=4, prompt_tokens=9, new_tokens=8, cancels=0.0, rate=60.0)
+    fake.knobs = {"token_s": 0.02}
+    found = load.run_load(site_of(fake), few)
+    assert not reasons(found) and found["load"]["rate"] == 60.0 and found["latency"]["replies"] == 30
+    assert fake.most_live > few.streams and found["late_s"] >= 0
+    assert found["seconds"] > 0.2, "the 30th comes after half a second or so"
+    assert load.run_load(site_of(fake), replace(few, rate=0.0))["late_s"] is None
+    fake.knobs = {"http": 429}
+    assert "HTTP status 429" in reasons(load.run_load(site_of(fake), few))
+
+
+def test_arrivals_are_in_order_and_none_comes_early(fake: fakes.Fake) -> None:
+    asked, after_s = asks([3, 3, 3], fakes.VOCAB, 2), [0.0, 0.05, 0.1]
+    replies, late = arriving(Target(fake.url, timeout_s=10), asked, after_s)
+    assert [reply.ask for reply in replies] == asked and all(r.finished for r in replies) and 0 <= late < 5
+    gaps = [reply.sent_at - replies[0].sent_at for reply in replies]
+    assert all(gap >= due - late for gap, due in zip(gaps, after_s, strict=True))
