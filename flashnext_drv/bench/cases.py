@@ -4,7 +4,7 @@ Called by cli/bench.py.  Each takes a Site and sizes and returns what it found w
 stay true: a repeated request must give the tokens it gave before, whatever ran beside it; a figure is taken
 from replies that were judged, and the verdict names every reply that was not in order.
 
-    decode      two fixed prompts, several times each; the medians
+    decode      two fixed prompts, several times each; the medians; with `chat` as a user's turn in text
     cache       prompts of exact lengths, first and then again; with `cold` no token may come from a cache
     concurrent  1, 2, 4, 8 streams at once, distinct prompts; each alone before, all in a row behind
     cold        a short, a long source and a long document prompt, cold and then the identical one warm
@@ -24,19 +24,26 @@ __all__ = ["COLD", "cache", "cold", "concurrent", "decode"]
 
 COLD: Final = {"short": 40, "source": 16_022, "document": 12_780}  # lengths of the published runs
 _DECODE: Final = {"prose": 31, "code": 14}  # of their short prompts
+_CHAT: Final = {"prose": "Tell me how rain is made, and why some clouds bring none.",
+                "code": "Write a function that returns the n-th Fibonacci number."}
 
 
-def decode(site: Site, *, new_tokens: int = 256, repeats: int = 3, salt: int = 100) -> dict[str, Any]:
-    """256 tokens behind two short prompts, three times."""
+def decode(
+    site: Site, *, new_tokens: int = 256, repeats: int = 3, salt: int = 100, chat: bool = False
+) -> dict[str, Any]:
+    """256 tokens behind two short prompts, three times.  chat: by template, tokenizer and text as users ask,
+    of a pack that has them."""
     notes, medians = Notes(site), {}
     for i, (name, length) in enumerate(_DECODE.items()):
         request = Ask(prompt_ids(length, site.vocab, salt + i), new_tokens)
+        if chat:
+            request = Ask((), new_tokens, text=_CHAT[name])
         replies = [ask(site.target, request) for _ in range(repeats)]
         for k, reply in enumerate(replies):
             notes.take(f"{name} {k}", reply, replays=_wanted(site, new_tokens))
-        medians[name] = middle([times(r.sent_at, r.token_at, length) for r in replies])
+        medians[name] = middle([times(r.sent_at, r.token_at, len(r.ask.ids)) for r in replies])
         site.say(f"{name:<6} {_figures(medians[name])}")
-    return notes.result("decode", new_tokens=new_tokens, repeats=repeats, medians=medians)
+    return notes.result("decode", new_tokens=new_tokens, repeats=repeats, chat=chat, medians=medians)
 
 
 def cache(

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -59,19 +59,31 @@ class Target:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: prompt ids, and exactly so many new ones (no id stops it)."""
+    """One request: prompt ids, and exactly so many new ones (no id stops it).
+
+    text: a user's turn instead, sent through the chat endpoint; ids are then empty, and those of the reply's
+    `ask` are the ones that the server made of it.
+    """
 
     ids: tuple[int, ...]
     new_tokens: int
     temperature: float = 0.0
     seed: int = 0
+    text: str = ""
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.text else "/v1/generate"
 
     def body(self, model: str = "") -> dict[str, Any]:
-        """Of POST /v1/generate: token ids in and out, streamed, usage and runtime block at the end."""
+        """Of a POST to `path`: token ids out, streamed, usage and runtime block at the end."""
+        asked: dict[str, Any] = {"ids": list(self.ids), "max_new_tokens": self.new_tokens}
+        if self.text:
+            asked = {"messages": [{"role": "user", "content": self.text}], "max_tokens": self.new_tokens,
+                     "return_token_ids": True, "stream_options": {"include_usage": True}}
         return {
             **({"model": model} if model else {}),
-            "ids": list(self.ids),
-            "max_new_tokens": self.new_tokens,
+            **asked,
             "temperature": self.temperature,
             "seed": self.seed,
             "ignore_eos": True,
@@ -142,7 +154,7 @@ def ask(target: Target, request: Ask, cut: Cut | None = None) -> Reply:
         reading.socket = connection.sock
         reading.sent_at = time.perf_counter()
         headers = target.headers() | {"X-Request-Id": reading.request_id}
-        connection.request("POST", f"{prefix}/v1/generate", body, headers)
+        connection.request("POST", f"{prefix}{request.path}", body, headers)
         reading.run()
     except (OSError, http.client.HTTPException, RemoteError) as error:
         if not (reading.cut and reading.cut_how == "disconnect"):
@@ -283,6 +295,8 @@ class _Reading:
             raise RemoteError("an event is no JSON object", data=event.data)
         if "error" in told and told["error"] is not None:
             self.error = f"the server said: {json.dumps(told['error'])}"
+        if self.request.text:
+            told = self._flat(told)
         ids = told.get("tokens", [])
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             raise RemoteError("tokens are no list of integer token ids", data=event.data)
@@ -293,6 +307,17 @@ class _Reading:
         for name in ("usage", "runtime"):
             if isinstance(told.get(name), dict):
                 setattr(self, name, told[name])
+
+    def _flat(self, told: dict[str, Any]) -> dict[str, Any]:
+        """A chunk of the chat endpoint in the form of the other; the prompt's ids become the request's."""
+        prompt = told.get("prompt_token_ids")
+        if isinstance(prompt, list) and all(type(i) is int for i in prompt):
+            self.request = replace(self.request, ids=tuple(prompt))
+        choices = told.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices else {}
+        if not isinstance(choice, dict):
+            raise RemoteError("a choice is no JSON object", data=json.dumps(told))
+        return told | {"tokens": choice.get("token_ids") or [], "finish_reason": choice.get("finish_reason")}
 
     def _watch(self, over: threading.Event) -> None:
         """Gives up at the time, or when the condition holds, also while nothing comes."""

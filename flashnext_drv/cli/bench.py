@@ -37,6 +37,7 @@ __all__ = ["add_parser", "run"]
 
 _KINDS: Final = ("decode", "cache", "concurrent", "cold", "matrix", "workload", "load", "interrupt")
 _CHAT: Final = 64  # tokens of context beside prompt and reply
+_TEMPLATED: Final = 512  # of a short chat, whatever its template puts around it
 Measure = Callable[[Site], dict[str, Any]]
 T = TypeVar("T", workload.Sizes, load.Load, interrupt.Interrupts, matrix.Cells)
 
@@ -78,6 +79,8 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
                       help="load: so many requests a second at random times, "
                       "whether others have ended or not")
     parser.add_argument("--require-cold", action="store_true", help="cache: no token may come from a cache")
+    parser.add_argument("--chat", action="store_true",
+                        help="decode: the prompts as text through the chat endpoint")
     parser.add_argument("--alone", action="store_true", help="concurrent: each request alone, before")
     parser.add_argument("--serial", dest="in_a_row", action="store_true",
                         help="concurrent: all requests in a row, behind")
@@ -225,7 +228,7 @@ def _measure(args: argparse.Namespace, kind: str) -> Measure:
                                 **only("widths", "new_tokens"))
 
     measures: dict[str, Measure] = {
-        "decode": lambda site: cases.decode(site, **only("new_tokens", "repeats")),
+        "decode": lambda site: cases.decode(site, chat=args.chat, **only("new_tokens", "repeats")),
         "cache": lambda site: cases.cache(site, cold=args.require_cold, **(
             {"lengths": matrix.MATRIX.lengths} | only("lengths", "new_tokens", "repeats"))),
         "concurrent": concurrent,
@@ -246,7 +249,7 @@ def _plan(args: argparse.Namespace, kinds: Sequence[str]) -> Plan:
     fields["rows"] = max(fields["rows"], min(streams, 16))
     limits = Limits(context_tokens=args.context or tokens, sequences=streams, **fields)
     return Plan(args.own_pack, limits, args.device or "auto", streams, max_queue=4 * streams + 64,
-                chunk=args.round_rows)
+                chunk=args.round_rows, text=args.chat)
 
 
 def _needs(args: argparse.Namespace, kind: str) -> tuple[int, int]:
@@ -267,7 +270,7 @@ def _needs(args: argparse.Namespace, kind: str) -> tuple[int, int]:
         return max(stops.prompt_tokens, stops.short_tokens) + new_ + _CHAT, max(8, stops.each * 2)
     if kind == "concurrent":
         return (args.prompt_tokens or 64) + (new or 128) + _CHAT, max(args.widths or (8,))
-    longest = {"decode": (64,), "cache": lengths or matrix.MATRIX.lengths,
+    longest = {"decode": (_TEMPLATED if args.chat else 64,), "cache": lengths or matrix.MATRIX.lengths,
                "cold": lengths or tuple(cases.COLD.values())}[kind]
     return max(longest) + (new or 256) + _CHAT, 1
 

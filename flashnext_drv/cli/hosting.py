@@ -35,7 +35,7 @@ _STOP_S: Final = 600.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What is served, and how."""
+    """What is served, and how.  text: with the pack's tokenizer and template."""
 
     pack: str
     limits: Limits
@@ -43,6 +43,7 @@ class Plan:
     max_streams: int = 8
     max_queue: int = 64
     chunk: int | None = None
+    text: bool = False
 
 
 class Host:
@@ -94,6 +95,7 @@ class Host:
         from ..server.app import create_app
         from ..server.live import Server
         from ..server.schema import Model
+        from ..server.text import TextModel
         from ..server.wire import Settings
         from ..server.worker import Worker
 
@@ -111,7 +113,8 @@ class Host:
             self._worker.join(_STOP_S)
             raise self._worker.error or RemoteError("the engine did not open", state=self._worker.state)
         try:
-            model = Model.of("bench", pack.config.vocab, plan.limits.context_tokens, pack.config.eos_id)
+            text = TextModel.load(plan.pack) if plan.text else None
+            model = Model.of("bench", pack.config.vocab, plan.limits.context_tokens, pack.config.eos_id, text)
             self._server = Server(create_app(self._worker, model, Settings(log=_no_log))).__enter__()
         except BaseException:
             self._worker.abort()

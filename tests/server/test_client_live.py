@@ -14,7 +14,7 @@ import pytest
 from flashnext_drv.__main__ import main
 from flashnext_drv.bench import cases, interrupt, load, workload
 from flashnext_drv.bench.client import Ask, Target, ask
-from flashnext_drv.bench.evidence import problems
+from flashnext_drv.bench.evidence import ids_hash, problems
 from flashnext_drv.bench.inputs import prompt_ids
 from flashnext_drv.bench.receipt import schema_problems
 from flashnext_drv.bench.recheck import recheck
@@ -24,6 +24,7 @@ from flashnext_drv.cli.hosting import Host, HostProcess, Plan
 from flashnext_drv.engine.engine import Engine
 from flashnext_drv.errors import RemoteError
 from flashnext_drv.model.layout import Limits
+from flashnext_drv.server.text import TextModel
 
 PACK = Path(__file__).resolve().parents[1] / "data" / "exl3_micro" / "pack"
 LIMITS = Limits(context_tokens=128, sequences=2, rows=8, prompt_rows=8, deep="off", steps_ahead=1)
@@ -75,6 +76,26 @@ def test_the_small_measurements(site: Site) -> None:
         for made in found["replies"]:  # parts of the server's own time to the first token
             assert all(part is not None for part in made["phases_s"].values()), made["name"]
             assert sum(made["phases_s"].values()) == pytest.approx(made["server"]["ttft_s"], abs=5e-6)
+
+
+def test_chats_are_measured_as_text(
+    text_pack: Path, site: Site, device_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r.json"
+    code, said = run(["decode", "--chat", "--pack", str(text_pack), "--here", "--device", device_name,
+                      "--prompt-rows", "16", "--no-deep", "--new-tokens", "3", "--repeats", "2",
+                      "--out", str(out)], capsys)
+    assert code == 0, said
+    made = json.loads(out.read_text())["results"]
+    assert made["chat"] is True and made["checks"]["equal"] == 2 and recheck(made) == []
+    text = TextModel.load(text_pack)
+    assert text is not None
+    for first, content in zip(made["replies"][::2], cases._CHAT.values(), strict=True):
+        prompt = text.encode(text.render([{"role": "user", "content": content}]))
+        assert first["prompt_sha256"] == ids_hash(prompt) and first["prompt_tokens"] == len(prompt)
+    assert made["medians"]["code"]["prefill_tokens_per_s"] > 0
+    without = cases.decode(site, new_tokens=3, repeats=1, chat=True)["verdict"]["reasons"]
+    assert any("no tokenizer" in reason for reason in without), "the golden pack has no text"
 
 
 def test_a_load_with_cancels(site: Site) -> None:
