@@ -42,7 +42,7 @@ def test_simulator_follows_the_generation_it_is_told(check_device: Give, kernel:
 
 
 def one_special(bf16: bool, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tiles with one infinity or NaN each: in a row, a column or an accumulator; every third column is zeros."""
+    """Tiles with one infinity or NaN each: in a row, a column or an accumulator.  Some columns are zeros."""
     a, b, c = mma_model.operands("normal", bf16, n, 1)
     b[:, ::3] = 0
     specials = (0x7F80, 0xFF80, 0x7FC0, 0xFFC1) if bf16 else (0x7C00, 0xFC00, 0x7E00, 0xFE01)
