@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,16 @@ def test_broken_files_are_named(tmp_path: Path, file: str, raw: bytes, message: 
     write_text(tmp_path, texts.config())
     (tmp_path / file).write_bytes(raw)
     with pytest.raises(CheckpointError, match=message):
+        TextModel.load(tmp_path)
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "jinja2"])
+def test_a_package_that_is_missing_is_said_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    write_text(tmp_path, ModelConfig.from_json(MODELS["micro"].config_json(None)))
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(CheckpointError, match=f"packages are not installed.*{package}.*pip install"):
         TextModel.load(tmp_path)
 
 
