@@ -22,7 +22,7 @@ from ..engine.requests import Event, Reply, Request, Ticket, Token
 from .metrics import Metrics
 from .parse import Delta, ReplyStream
 from .wire import Gone
-from .worker import Worker
+from .worker import Ends, Worker
 
 __all__ = ["Job", "Piece"]
 
@@ -48,8 +48,8 @@ class Piece:
 class Job:
     """A request that was submitted.
 
-    stream: its text side.  watch: text may end it, so it is looked at on the engine thread and the request is
-    cancelled before the next visit.
+    stream: its text side.  watch: text may end it, so it is looked at on the engine thread, and the request
+    then ends with its visit.
     reply: once complete: as the client is told it, tokens behind a stop string left out and hashed without
     them.  finish: "stop", "length", "tool_calls", "cancelled" or "error".  error: what failed.
     """
@@ -131,22 +131,23 @@ class Job:
 
     # On the engine thread.
 
-    def _sink(self, event: Event) -> bool:
-        enough = False
-        piece = None
+    def _sink(self, event: Event) -> Ends:
+        piece: Piece | None = None
+        ends: Ends = ""
         if self._watch:
             try:
                 piece = self._piece(event)
             except Exception as error:  # of ours: this request fails, the thread goes on
-                self.error, enough = error, True
+                self.error, ends = error, "cancelled"
                 piece = Piece(event.kind, end=event.kind == "done")
-            enough = enough or self.stream.stopped
+            else:
+                ends = "stop" if self.stream.stopped else ""
         self._inbox.append((event, piece))
         if not self._told:
             self._told = True
             with suppress(RuntimeError):  # the loop has ended: nobody waits
                 self._loop.call_soon_threadsafe(self._news.set)
-        return enough
+        return ends
 
     # On either.
 
