@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, TypeVar
 from ..engine.engine import Engine
 from ..engine.requests import Event, Request, SchedulerStats, Ticket
 from ..engine.scheduler import Scheduler
-from ..errors import Cancelled, ContextLost, Draining
+from ..errors import Cancelled, ContextLost, Draining, UsageError
 
 __all__ = ["CLOSED", "DRAINING", "FAILED", "LOADING", "READY", "STATES", "Ends", "Loading", "Sink", "Worker"]
 
@@ -94,12 +94,12 @@ class Worker:
         self._sinks.add(sink)  # events may come before submit returns
         try:
             ticket = scheduler.submit(request, tag=sink)
-        except BaseException:
+        except BaseException as error:
             self._sinks.discard(sink)
+            if isinstance(error, UsageError) and self.state != READY:  # it was closed since the look above
+                raise Draining(f"the engine is {self.state}") from error
             raise
         self._wake.set()
-        if self.state in (FAILED, CLOSED):  # the thread ended meanwhile and may have missed this one
-            self._give_up(self.error)
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -178,6 +178,8 @@ class Worker:
             self.error, self.state = failure, CLOSED if failure is None else FAILED
             asked, self._asked = list(self._asked), deque()
         for future, _ in asked:
+            if not future.set_running_or_notify_cancel():  # who asked waits no longer
+                continue
             future.set_exception(Draining(f"the engine is {self.state}"))
         self._settled.set()
         self._give_up(failure)
