@@ -15,7 +15,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from ..engine.engine import token_sha256
 from ..engine.requests import Event, Reply, Request, Ticket, Token
@@ -26,6 +26,7 @@ from .worker import Ends, Worker
 
 __all__ = ["Job", "Piece"]
 
+_END_S: Final = 5.0
 _REASONS = {"cancelled": "abort", "tool_calls": "stop"}  # of a reply's end -> vLLM's word
 
 
@@ -75,6 +76,7 @@ class Job:
         self._ticket: Ticket | None = None
         self._finish_text = ""  # the reply's end as its text tells it
         self._closing = False
+        self._end: asyncio.Task[None] | None = None  # the loop itself holds no task
 
     def submit(self) -> None:
         """Queue it.  Raises what Worker.submit raises."""
@@ -104,10 +106,19 @@ class Job:
         return piece
 
     async def close(self) -> None:
-        """Cancel what still runs and take in its end; texts are not made any more."""
+        """Cancel what still runs and take in its end; texts are not made any more.
+
+        An engine that does not come to an end of its step is not waited for: the end is then taken in whenever
+        it comes.
+        """
         self._closing = True
         self.cancel()
-        while self._ticket is not None and not self.finish:
+        if self._ticket is not None and not self.finish:
+            self._end = asyncio.create_task(self._take_end())
+            await asyncio.wait((self._end,), timeout=_END_S)
+
+    async def _take_end(self) -> None:
+        while not self.finish:
             await self._next(60.0)
 
     async def _next(self, seconds: float) -> Piece | None:
@@ -172,7 +183,7 @@ class Job:
 
     def _ended(self, event: Event, piece: Piece) -> Piece:
         reply = event.reply
-        if not self.stream.stopped:  # what went wrong behind a reply's end is none of its business
+        if reply is None or not self.stream.stopped:  # what went wrong behind a reply's end is none of its business
             self.error = self.error or event.error
         finish = self._finish_text or ("error" if reply is None else reply.finish)
         self.finish = "error" if self.error is not None else finish
