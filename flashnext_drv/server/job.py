@@ -108,8 +108,8 @@ class Job:
     async def close(self) -> None:
         """Cancel what still runs and take in its end; texts are not made any more.
 
-        An engine that does not come to an end of its step is not waited for: the end is then taken in whenever
-        it comes.
+        An engine that does not come to the end of its step is not waited for: the end is taken in when it
+        comes.
         """
         self._closing = True
         self.cancel()
@@ -183,7 +183,7 @@ class Job:
 
     def _ended(self, event: Event, piece: Piece) -> Piece:
         reply = event.reply
-        if reply is None or not self.stream.stopped:  # what went wrong behind a reply's end is none of its business
+        if reply is None or not self.stream.stopped:  # what went wrong behind its end is not its business
             self.error = self.error or event.error
         finish = self._finish_text or ("error" if reply is None else reply.finish)
         self.finish = "error" if self.error is not None else finish
