@@ -60,6 +60,8 @@ class TextModel:
             raise packages_missing(error) from error
         try:
             self._tokenizer = Tokenizer.from_str(tokenizer_json)
+            self._tokenizer.no_truncation()  # files carry what their trainer used; a prompt is never cut
+            self._tokenizer.no_padding()
             byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer_json).get("decoder"))
             added = self._tokenizer.get_added_tokens_decoder()
             vocab = self._tokenizer.get_vocab(with_added_tokens=True)

@@ -71,6 +71,21 @@ def test_any_text_comes_back_from_its_ids(text: str) -> None:
     assert model.decode(model.encode(text), special=True) == text
 
 
+def test_a_file_that_would_cut_or_pad_does_neither() -> None:
+    raw = json.loads(text_files(texts.config())["tokenizer.json"])
+    raw["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    raw["padding"] = {
+        "strategy": {"Fixed": 99},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    }
+    said = "a prompt of more than three tokens"
+    assert TextModel(json.dumps(raw)).encode(said) == texts.text_model().encode(said)
+
+
 def test_english_takes_fewer_ids_than_bytes() -> None:
     text = "The water remembers everything it has seen, and nobody knows how old it is."
     assert len(texts.text_model().encode(text)) < len(text) * 0.6
