@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -211,7 +212,9 @@ def test_the_small_measurements(fake: fakes.Fake) -> None:
     assert not reasons(cases.cache(site, lengths=(5, 30), new_tokens=9, cold=True))
     many = cases.concurrent(site, widths=(1, 2, 3), length=6, new_tokens=10, alone=True, serial=True)
     assert not reasons(many) and many["checks"]["equal"] == (1 + 2 + 3) + 3
-    assert "held to a run of its own" in reasons(cases.concurrent(site, widths=(2,), length=6, new_tokens=9))
+    for widths in ((2,), (2, 3), (1,)):
+        found = cases.concurrent(site, widths=widths, length=6, new_tokens=9)
+        assert "held to a run of its own" in reasons(found), widths
 
 
 def test_a_cache_is_told_apart_when_it_is_allowed(fake: fakes.Fake) -> None:
@@ -261,6 +264,10 @@ def test_a_load_is_held_to_solo_runs_and_leaves_nothing(fake: fakes.Fake) -> Non
     assert found["given_up"]["asked"] >= 8 and found["given_up"]["wrong"] == 0
     assert found["latency"]["replies"] + found["given_up"]["asked"] == 60
     assert found["latency"]["ttft_s"]["p50"] <= found["latency"]["ttft_s"]["p99"]
+    said = reasons(load.run_load(site_of(fake), replace(few, cancels=1.0)))
+    assert said == "every request was to be given up: none was held to its whole solo run"
+    fake.knobs = {"token_s": 0.0005, "short_from": fake.n_requests + few.kinds + few.streams + 1}
+    assert "1 tokens came" in reasons(load.run_load(site_of(fake), replace(few, cancels=1.0)))
     fake.knobs = {"leak": True}
     assert "ledger: weights device" in reasons(load.run_load(site_of(fake), few))
     fake.knobs = {"wrong_when": 2, "token_s": 0.003}
