@@ -1,9 +1,10 @@
 """How much host memory this process may still take: what the kernel reports available, and what the control
 groups that it lives in leave of their limits.
 
-Called by engine/rank.py before it pins anything, and by `flashnext-drv plan`.  Reads files of the kernel
-only, and none of them while the module is imported.  What must stay true: a file that is absent or holds
-something else than expected counts as no limit, never as an error.
+Called by engine/rank.py before it pins anything, by drv/memory.py when a pin was refused, and by the
+commands `plan` and `doctor`.  Reads files of the kernel only, and none of them while the module is imported.
+What must stay true: a file that is absent or holds something else than expected counts as no limit, never as
+an error.
 
     available = min(MemAvailable, each group's limit - its usage + page cache that it can drop)
 """
@@ -29,7 +30,7 @@ class HostMemory:
 
     available: what may be taken, the least of what binds.  binding: which file says so, in words.  reported:
     MemAvailable.  memlock: most bytes that may be locked by mlock, None for no limit; drivers that pin on
-    the process's behalf need not keep to it.
+    the process's behalf need not keep to it.  nodes: of the machine's memory (NUMA) that may be allocated on.
     """
 
     total_bytes: int | None
@@ -37,6 +38,7 @@ class HostMemory:
     available_bytes: int | None
     binding: str
     memlock_bytes: int | None
+    nodes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.available_bytes is None:
@@ -83,6 +85,7 @@ def host_memory(root: Path | str = "/") -> HostMemory:
         available,
         binding,
         _memlock(root),
+        _nodes(root),
     )
 
 
@@ -130,6 +133,17 @@ def _memlock(root: Path) -> int | None:
             words = line.removeprefix("Max locked memory").split()
             return int(words[0]) if words and words[0].isdecimal() else None
     return None
+
+
+def _nodes(root: Path) -> tuple[int, ...]:
+    """Numbers of "Mems_allowed_list: 0-1,3"; none where it is not told in this form."""
+    for line in _lines(root / "proc/self/status"):
+        name, _, value = line.partition(":")
+        if name == "Mems_allowed_list":
+            ends = [part.split("-") for part in value.strip().split(",")]
+            if all(1 <= len(pair) <= 2 and all(map(str.isdecimal, pair)) for pair in ends):
+                return tuple(node for pair in ends for node in range(int(pair[0]), int(pair[-1]) + 1))
+    return ()
 
 
 def _table(file: Path) -> dict[str, int]:

@@ -89,8 +89,9 @@ def cold(
         request = Ask(prompt_ids(length, site.vocab, salt + i), new_tokens)
         for state in ("cold", "warm"):
             made = notes.take(f"{name} {state}", ask(site.target, request), replays=_wanted(site, new_tokens))
-            points[f"{name} {state}"] = made["client"]
-            site.say(f"{name:<9} {state} {length:>6} tokens  {_figures(made['client'])}")
+            points[f"{name} {state}"] = made["client"] | {"phases_s": made["phases_s"]}
+            site.say(f"{name:<9} {state} {length:>6} tokens  {_figures(made['client'])}, of TTFT "
+                     + ", ".join(f"{each} {s}" for each, s in made["phases_s"].items()) + " s")
     return notes.result("cold", lengths=lengths or COLD, new_tokens=new_tokens, points=points)
 
 

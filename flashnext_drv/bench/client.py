@@ -23,7 +23,8 @@ from urllib.parse import urlsplit
 from ..errors import RemoteError, UsageError
 from .sse import Event, EventParser
 
-__all__ = ["Ask", "Cut", "Reply", "Target", "ask", "each_alone", "get_json", "post_json", "together"]
+__all__ = ["Ask", "Cut", "Reply", "Target", "arriving", "ask", "each_alone", "get_json", "post_json",
+           "together"]
 
 _PIECE_BYTES: Final = 1 << 16
 _MOST_BODY_BYTES: Final = 256 << 20
@@ -181,6 +182,27 @@ def together(
         thread.join()
     return [reply if reply is not None else Reply(request, error="the client's thread ended")
             for reply, request in zip(replies, requests, strict=True)]
+
+
+def arriving(
+    target: Target, requests: Sequence[Ask], after_s: Sequence[float], cuts: Sequence[Cut | None] = ()
+) -> tuple[list[Reply], float]:
+    """Each request so many seconds after the start, rising, however many still run; replies in their order,
+    and how late the latest was sent, seconds.  A thread a request."""
+    replies = [Reply(request, error="the client's thread ended") for request in requests]
+
+    def work(i: int) -> None:
+        replies[i] = ask(target, requests[i], cuts[i] if cuts else None)
+
+    threads, began = [], time.perf_counter()
+    for i, due in enumerate(after_s):
+        time.sleep(max(began + due - time.perf_counter(), 0.0))
+        threads.append(threading.Thread(target=work, args=(i,), name=f"client-{i}", daemon=True))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    late = (reply.sent_at - began - due for reply, due in zip(replies, after_s, strict=True))
+    return replies, max(late, default=0.0)
 
 
 def each_alone(target: Target, requests: Sequence[Ask]) -> list[Reply]:

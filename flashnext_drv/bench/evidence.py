@@ -20,8 +20,8 @@ from .client import Reply
 from .timing import times
 
 __all__ = ["Overlap", "Verdict", "cached_tokens", "count", "full_hash", "ids_hash", "joined_replies",
-           "overlap", "present", "problems", "rounds_problems", "row", "same_hash", "server_stamps",
-           "verdict"]
+           "overlap", "phases", "present", "problems", "rounds_problems", "row", "same_hash",
+           "server_stamps", "unmeasured", "verdict"]
 
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 REPLAYS, EAGER = "graph_replays", "eager_rounds"
@@ -89,6 +89,16 @@ def server_stamps(reply: Reply) -> tuple[float | None, list[float]]:
     rising = all(a <= b for a, b in zip([begun, *told], told, strict=False))
     whole = len(told) == len(reply.tokens)
     return (float(begun), [float(at) for at in told]) if rising and whole else (None, [])
+
+
+def phases(reply: Reply) -> dict[str, float | None]:
+    """What the time to the first token went into, seconds by the server's clock: the queue, the wait behind
+    chunks and visits of others, the prompt.  None where a stamp is not told or they fall."""
+    told = (reply.runtime or {}).get("stamps")
+    told = told if isinstance(told, dict) else {}
+    at: list[Any] = [told.get(name) for name in ("submitted", "admitted", "first_chunk", "first_token")]
+    return {name: round(end - start, 6) if _finite(start) and _finite(end) and end >= start else None
+            for name, start, end in zip(("queue", "wait", "prompt"), at, at[1:], strict=False)}
 
 
 def problems(reply: Reply, *, cold: bool = False, replays: bool | None = None) -> list[str]:
@@ -185,6 +195,7 @@ def row(reply: Reply) -> dict[str, Any]:
         "cached_tokens": cached_tokens(reply),
         "client": times(reply.sent_at, reply.token_at, n_prompt).as_dict(),
         "server": times(begun, stamps, n_prompt).as_dict(),
+        "phases_s": phases(reply),
         "token_sha256": full_hash(runtime.get("token_sha256")),
         "new_sha256": full_hash(runtime.get("new_sha256")),
         "client_new_sha256": ids_hash(reply.tokens) if reply.tokens else None,
@@ -195,14 +206,21 @@ def row(reply: Reply) -> dict[str, Any]:
     }
 
 
+def unmeasured(made: Mapping[str, Any]) -> bool:
+    """Whether a row is of a reply that nothing speaks against, of several tokens that came in one piece: the
+    client's clock gives it no decode rate."""
+    return not made["problems"] and made["new_tokens"] > 1 and made["client"]["decode_tokens_per_s"] is None
+
+
 def joined_replies(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], list[str]]:
     """(counts, what differs in words) of the replies of several results: one hash a request in all."""
     known: dict[tuple[Any, Any], Any] = {}
-    counts, found = {"replies": 0, "failed": 0, "compared": 0, "equal": 0}, []
+    counts, found = dict.fromkeys(("replies", "failed", "unmeasured", "compared", "equal"), 0), []
     for i, part in enumerate(parts):
         for reply in part["replies"]:
             counts["replies"] += 1
             counts["failed"] += bool(reply["problems"])
+            counts["unmeasured"] += unmeasured(reply)
             key = (reply["prompt_sha256"], reply["asked_tokens"])
             if key in known:
                 counts["compared"] += 1

@@ -11,10 +11,11 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 from ..ledger import MEMORY
-from .client import Ask, Cut, Reply, each_alone, together
+from .client import Ask, Cut, Reply, arriving, each_alone, together
 from .evidence import ids_hash
 from .inputs import prompt_ids
 from .site import Notes, Site
@@ -28,7 +29,8 @@ _SETTLE_S: Final = 60.0
 @dataclass(frozen=True)
 class Load:
     """requests at `streams` at a time, of `kinds` distinct ones; prompts and replies of up to so many tokens;
-    cancels: share of them that is given up."""
+    cancels: share of them that is given up.  rate: requests a second instead, sent at random times (Poisson)
+    whether others have ended or not; 0: the next one when one ends."""
 
     requests: int = 2_000
     streams: int = 8
@@ -36,6 +38,7 @@ class Load:
     prompt_tokens: int = 48
     new_tokens: int = 24
     cancels: float = 0.1
+    rate: float = 0.0
     seed: int = 1
 
 
@@ -55,8 +58,14 @@ def run_load(
     before = settled(site)
     picked = [chance.randrange(load.kinds) for _ in range(load.requests)]
     cuts = [_cut(chance, kinds[k], ways) if chance.random() < load.cancels else None for k in picked]
+    asked, late = [kinds[k] for k in picked], None
     began = time.perf_counter()
-    replies = together(site.target, [kinds[k] for k in picked], load.streams, cuts)
+    if load.rate:
+        gaps = random.Random(f"arrivals {load.seed}")
+        after_s = list(accumulate(gaps.expovariate(load.rate) for _ in asked))
+        replies, late = arriving(site.target, asked, after_s, cuts)
+    else:
+        replies = together(site.target, asked, load.streams, cuts)
     seconds = time.perf_counter() - began
     after = settled(site)
     whole = [r for r, cut in zip(replies, cuts, strict=True) if cut is None]
@@ -77,7 +86,8 @@ def run_load(
     stopped = sum(bool(r.cut) and r.finish != "length" for r in given_up)
     return notes.result(
         "load", load=vars(load), ways=list(ways), seconds=round(seconds, 3),
-        requests_per_s=round(load.requests / seconds, 3), latency=_latency(whole),
+        requests_per_s=round(load.requests / seconds, 3),
+        late_s=None if late is None else round(late, 6), latency=_latency(whole),
         given_up={"asked": len(given_up), "stopped": stopped, "wrong": n_wrong},
         ledger_drift=changed, after=after["counts"]) | {"replies": []}
 

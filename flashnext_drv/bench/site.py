@@ -13,7 +13,18 @@ from typing import Any, Final, Protocol
 
 from ..errors import RemoteError, UsageError
 from .client import Ask, Reply, Target, get_json
-from .evidence import Verdict, count, ids_hash, overlap, present, problems, row, same_hash, verdict
+from .evidence import (
+    Verdict,
+    count,
+    ids_hash,
+    overlap,
+    present,
+    problems,
+    row,
+    same_hash,
+    unmeasured,
+    verdict,
+)
 
 __all__ = ["Control", "Notes", "Say", "Site", "find_site"]
 
@@ -90,13 +101,18 @@ class Site:
 
 
 class Notes:
-    """Rows of replies, and what speaks against them."""
+    """Rows of replies, and what speaks against them.
+
+    checks: counts of replies, of them failed (something speaks against them) and unmeasured (whole, but they
+    came in one piece and have no decode rate); of comparisons with an earlier one, and equal ones; of waves.
+    """
 
     def __init__(self, site: Site, *, cold: bool = True) -> None:
         self.site, self.cold = site, cold
         self.rows: list[dict[str, Any]] = []
         self.reasons: list[str] = []
-        self.checks: dict[str, int] = {"replies": 0, "failed": 0, "compared": 0, "equal": 0, "overlaps": 0}
+        self.checks = dict.fromkeys(
+            ("replies", "failed", "unmeasured", "compared", "equal", "overlaps"), 0)
         self._known: dict[Ask, tuple[str, str | None]] = {}
 
     def take(self, name: str, reply: Reply, *, replays: bool | None = None) -> dict[str, Any]:
@@ -107,6 +123,7 @@ class Notes:
         self.rows.append(made)
         self.checks["replies"] += 1
         self.checks["failed"] += bool(found)
+        self.checks["unmeasured"] += unmeasured(made)
         mine = ids_hash(reply.tokens) if len(reply.tokens) == reply.ask.new_tokens else None
         if reply.ask in self._known:
             first, wanted = self._known[reply.ask]

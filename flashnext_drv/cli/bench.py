@@ -76,6 +76,9 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     size.add_argument("--lines", type=_lines, metavar="N,...,all", help="expert lines of matrix's legs")
     size.add_argument("--modes", type=_modes, metavar="graph,eager", help="legs of workload and matrix")
     size.add_argument("--cancels", type=_share, metavar="X", help="share of load's requests (default 0.1)")
+    size.add_argument("--rate", type=_rate, metavar="X",
+                      help="load: so many requests a second at random times, "
+                      "whether others have ended or not")
     parser.add_argument("--require-cold", action="store_true", help="cache: no token may come from a cache")
     parser.add_argument("--alone", action="store_true", help="concurrent: each request alone, before")
     parser.add_argument("--serial", dest="in_a_row", action="store_true",
@@ -281,7 +284,8 @@ def _sizes(args: argparse.Namespace) -> workload.Sizes:
 
 def _load(args: argparse.Namespace) -> load.Load:
     return _changed(load.Load(), args, requests="requests", streams="streams", kinds="kinds",
-                    prompt_tokens="prompt_tokens", new_tokens="new_tokens", cancels="cancels")
+                    prompt_tokens="prompt_tokens", new_tokens="new_tokens", cancels="cancels",
+                    rate="rate")
 
 
 def _interrupts(args: argparse.Namespace) -> interrupt.Interrupts:
@@ -450,6 +454,16 @@ def _share(text: str) -> float:
     if not 0.0 <= value <= 1.0:  # nan is neither
         raise argparse.ArgumentTypeError(f"{text!r} is no share of 0..1")
     return value
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate <= 1e5:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of requests a second")
+    return rate
 
 
 def _numbers(text: str) -> tuple[int, ...]:

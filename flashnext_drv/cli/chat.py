@@ -20,7 +20,7 @@ from typing import Any, Final
 from ..bench.client import Target
 from ..bench.sse import EventParser
 from ..errors import RemoteError, UsageError
-from .report import GOOD
+from .report import GOOD, Progress
 
 __all__ = ["add_parser", "run"]
 
@@ -120,9 +120,10 @@ class _Chat:
         """Send `text`, print the reply as it comes, keep both.  What fails or is left is not kept."""
         turn = {"role": "user", "content": text}
         said: dict[str, str] = {"content": "", "reasoning_content": ""}
-        kind = ""
+        kind, progress = "", Progress()
         try:
-            for kind_now, piece in self._pieces([*self._messages, turn]):
+            for kind_now, piece in self._pieces([*self._messages, turn], progress):
+                progress.clear()
                 said[kind_now] += piece
                 if kind_now == "reasoning_content" and not self._reasons:
                     continue
@@ -132,6 +133,7 @@ class _Chat:
                 sys.stdout.write(_CONTROL.sub("\N{SYMBOL FOR SUBSTITUTE}", piece))
                 sys.stdout.flush()
         finally:
+            progress.clear()
             self._switch(kind, "")
         reply = {"role": "assistant", "content": said["content"]}
         if said["reasoning_content"]:
@@ -145,8 +147,8 @@ class _Chat:
         sys.stdout.write("\x1b[2m" if self._dim and now == "reasoning_content" else "")
         sys.stdout.flush()
 
-    def _pieces(self, messages: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-        """("content" or "reasoning_content", text) as the server streams it."""
+    def _pieces(self, messages: list[dict[str, Any]], progress: Progress) -> Iterator[tuple[str, str]]:
+        """("content" or "reasoning_content", text) as it is streamed; before that, how far the prompt is."""
         args = self._args
         body: dict[str, Any] = {"messages": messages, "stream": True}
         for name, value in (
@@ -155,6 +157,7 @@ class _Chat:
             ("temperature", args.temperature),
             ("seed", args.seed),
             ("enable_thinking", self.think),
+            ("return_progress", progress.shown or None),
         ):
             if value is not None:
                 body[name] = value
@@ -172,7 +175,7 @@ class _Chat:
                     for event in parser.feed(data):
                         ended = ended or event.data == "[DONE]"
                         if not ended:
-                            yield from _told(event.data)
+                            yield from _told(event.data, progress)
                 if not ended:
                     raise RemoteError("the reply broke off", url=args.url)
             except (OSError, http.client.HTTPException) as error:
@@ -184,12 +187,14 @@ class _Chat:
                 ) from error
 
 
-def _told(data: str) -> Iterator[tuple[str, str]]:
+def _told(data: str, progress: Progress) -> Iterator[tuple[str, str]]:
     """What one event says."""
     try:
         told = json.loads(data)
         if "error" in told:
             raise RemoteError("the server gave up", because=str(told["error"].get("message")))
+        if "prompt_progress" in told:
+            progress.prompt_done(told["prompt_progress"]["processed"], told["prompt_progress"]["total"])
         for choice in told.get("choices", ()):
             for kind in ("reasoning_content", "content"):
                 piece = choice["delta"].get(kind)

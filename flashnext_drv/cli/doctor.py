@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import argparse
 import platform
+from dataclasses import asdict
 from importlib import metadata
-from typing import Any
+from typing import Any, Final
 
 from .. import __version__
-from ..errors import FlashNextError, bytes_text
+from ..errors import DriverError, FlashNextError, bytes_text
+from ..host_memory import host_memory
 from .report import GOOD, MISSING, print_json
 
 __all__ = ["add_parser", "examine", "run"]
 
-_PACKAGES = ("cuda-bindings", "numpy", "safetensors", "ziglang")
-_OPTIONAL = frozenset(("ziglang",))
+_PACKAGES: Final = ("cuda-bindings", "numpy", "safetensors", "ziglang")
+_SERVER: Final = ("starlette", "uvicorn", "tokenizers", "jinja2", "prometheus-client")  # the extra
+_OPTIONAL: Final = frozenset(("ziglang", *_SERVER))
+_HOST_NUMA_ID: Final = 134  # CUdevice_attribute: the host's memory node nearest to the device
 
 
 def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,14 +50,23 @@ def run(args: argparse.Namespace) -> int:
 def examine(device: str = "auto") -> dict[str, Any]:
     """All findings as plain data.  device: what is asked for; "auto" takes a GPU, else the simulator."""
     missing: list[dict[str, str]] = []
-    packages = {name: _version(name) for name in _PACKAGES}
+    packages = {name: _version(name) for name in (*_PACKAGES, *_SERVER)}
     for name, version in packages.items():
         if version is None and name not in _OPTIONAL:
             missing.append({"what": f"the Python package {name}", "do": "pip install flashnext_drv"})
+    absent = [name for name in _SERVER if packages[name] is None]
+    if absent:
+        missing.append(
+            {
+                "what": f"what `serve` needs ({', '.join(absent)})",
+                "do": "pip install 'flashnext_drv[server]'; all other commands run without",
+            }
+        )
+    host = host_memory()
     images = _images(missing)
-    gpu = (
-        _gpu(images["archs"], missing, wanted=device) if device != "sim" else {"usable": False, "devices": []}
-    )
+    gpu: dict[str, Any] = {"usable": False, "devices": []}
+    if device != "sim":
+        gpu = _gpu(images["archs"], missing, wanted=device, nodes=host.nodes)
     simulator = _simulator(missing, needed=device == "sim" or (device == "auto" and not gpu["usable"]))
     runs_on = "cuda" if gpu["usable"] else "sim" if simulator["usable"] and device != "cuda" else ""
     return {
@@ -61,6 +74,7 @@ def examine(device: str = "auto") -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.platform(),
         "packages": packages,
+        "host": asdict(host) | {"text": str(host)},
         "images": images,
         "gpu": gpu,
         "simulator": simulator,
@@ -101,8 +115,10 @@ def _images(missing: list[dict[str, str]]) -> dict[str, Any]:
     return {"archs": archs, "stale": stale, "tool": dict(manifest.tool)}
 
 
-def _gpu(archs: dict[str, list[str]], missing: list[dict[str, str]], *, wanted: str) -> dict[str, Any]:
-    """Driver and devices, by loading the real driver into this process."""
+def _gpu(
+    archs: dict[str, list[str]], missing: list[dict[str, str]], *, wanted: str, nodes: tuple[int, ...]
+) -> dict[str, Any]:
+    """Driver and devices, by loading the real driver into this process.  nodes: as HostMemory's."""
     from ..drv import api
     from ..drv.context import devices
     from ..kernels import catalog
@@ -131,6 +147,16 @@ def _gpu(archs: dict[str, list[str]], missing: list[dict[str, str]], *, wanted: 
             "text": str(one),
         }
         found["devices"].append(entry)
+        entry["host_node"] = node = _host_node(one.ordinal)
+        if node is not None and nodes and node not in nodes:
+            missing.append(
+                {
+                    "what": f"host memory near GPU {one.ordinal}: that is node {node}, and this process may "
+                    f"allocate on {', '.join(map(str, nodes))} alone",
+                    "do": f"start it with numactl --cpunodebind={node} --membind={node}, or in a cpuset "
+                    f"with node {node}",
+                }
+            )
         try:
             entry["image"] = catalog.pick_arch(one.cc, tuple(archs), gpu=one.name)
             entry["receipt"] = entry["image"] in catalog.QUALIFIED
@@ -138,6 +164,17 @@ def _gpu(archs: dict[str, list[str]], missing: list[dict[str, str]], *, wanted: 
             missing.append({"what": f"kernel images for GPU {one.ordinal} ({error.because})", "do": error.do})
     found["usable"] = any("image" in entry for entry in found["devices"])
     return found
+
+
+def _host_node(ordinal: int) -> int | None:
+    """None where the driver does not tell, or the machine has no nodes."""
+    from ..drv import api
+
+    try:
+        node = api.cuDeviceGetAttribute(_HOST_NUMA_ID, api.cuDeviceGet(ordinal))
+    except DriverError:
+        return None
+    return node if node >= 0 else None
 
 
 def _simulator(missing: list[dict[str, str]], *, needed: bool) -> dict[str, Any]:
@@ -171,6 +208,7 @@ def _print(found: dict[str, Any]) -> None:
         "packages   "
         + ", ".join(f"{n} {v or 'missing'}" for n, v in found["packages"].items() if v or n not in _OPTIONAL)
     )
+    print(f"host       {found['host']['text']}")
     gpu, simulator, images = found["gpu"], found["simulator"], found["images"]
     if "driver_version" in gpu:
         version = gpu["driver_version"]
@@ -178,7 +216,9 @@ def _print(found: dict[str, Any]) -> None:
     for one in gpu["devices"]:
         image = one.get("image", "none")
         receipt = "" if one.get("receipt", True) else ", not yet checked on this GPU generation"
-        print(f"GPU        {one['text']}, {bytes_text(one['total_bytes'])}, kernel image {image}{receipt}")
+        size, node = bytes_text(one["total_bytes"]), one["host_node"]
+        near = "" if node is None else f", host memory node {node}"
+        print(f"GPU        {one['text']}, {size}{near}, kernel image {image}{receipt}")
     print(
         "images     "
         + ("; ".join(f"{arch}: {len(f)} families" for arch, f in images["archs"].items()) or "none")

@@ -77,6 +77,10 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Take the line away; the next call draws it anew."""
         self._draw("")
 
     @property

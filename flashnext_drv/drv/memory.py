@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ..errors import CapacityError, ContractError, OutOfMemory, UsageError, bytes_text
+from ..host_memory import host_memory
 from ..lifetime import Undo
 from . import api, faults
 from .context import Context, DriverOwner, here
@@ -112,7 +113,7 @@ class DeviceArena(Arena):
                 try:
                     self.address = api.cuMemAlloc(size_bytes)
                 except OutOfMemory as error:
-                    raise _out_of_memory(ctx, error, "device", free_before) from error
+                    raise _out_of_memory(ctx, error, "device", f"free {bytes_text(free_before)}") from error
                 entry = ctx.ledger.add(name, "device", size_bytes)
                 undo.callback(ctx.free, api.cuMemFree, self.address, entry)
                 taken = free_before - api.cuMemGetInfo()[0]
@@ -145,7 +146,7 @@ class PinnedArena(Arena):
     """Owns page-locked host memory, mapped into every context.
 
     A span's `address` is the device's; `host` gives the host's view of it.  The bytes are uninitialised.
-    Raises OutOfMemory naming the largest holders.
+    Raises OutOfMemory naming the largest holders and the limits of host memory.
     """
 
     def __init__(self, ctx: Context, name: str, size_bytes: int) -> None:
@@ -155,7 +156,7 @@ class PinnedArena(Arena):
                 try:
                     self.host_address = api.cuMemHostAlloc(size_bytes, _PORTABLE_MAPPED)
                 except OutOfMemory as error:
-                    raise _out_of_memory(ctx, error, "pinned", None) from error
+                    raise _out_of_memory(ctx, error, "pinned", str(host_memory())) from error
                 entry = ctx.ledger.add(name, "pinned", size_bytes, -(-size_bytes // 4096) * 4096)
                 undo.callback(ctx.free, api.cuMemFreeHost, self.host_address, entry)
                 self.address = api.cuMemHostGetDevicePointer(self.host_address)
@@ -229,7 +230,10 @@ def _note(*places: Span | int) -> None:
         here.capture.note(tuple(p.arena for p in places if isinstance(p, Span)))
 
 
-def _out_of_memory(ctx: Context, error: OutOfMemory, tier: str, free_bytes: int | None) -> OutOfMemory:
-    free = "" if free_bytes is None else f"free {bytes_text(free_bytes)}, "
-    return OutOfMemory(error.call, error.code, error.code_name, because=free + ctx.ledger.largest(tier),
-                       do="lower the limits of what holds most", **error.facts)
+def _out_of_memory(ctx: Context, error: OutOfMemory, tier: str, room: str) -> OutOfMemory:
+    """The error with what there was (`room`), who holds most, and what to do."""
+    do = "lower the limits of what holds most"
+    if tier == "pinned":
+        do += ", or raise the limit that binds (of the control group; of mlock: docker --ulimit memlock=-1)"
+    return OutOfMemory(error.call, error.code, error.code_name, because=f"{room}, {ctx.ledger.largest(tier)}",
+                       do=do, **error.facts)

@@ -202,7 +202,7 @@ class Job:
             )
         self.reply = replace(reply, counters={**reply.counters, "new_tokens": n, "drawn_behind_stop": behind})
         self.n_tokens = n
-        self._metrics.finished(self.reply, _REASONS.get(self.finish, self.finish), len(self.request.ids))
+        self._metrics.finished(self.reply, _REASONS.get(self.finish, self.finish), self.request)
         return piece
 
     def facts(self) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ..engine.requests import Reply
+from ..engine.requests import Reply, Request
+from ..kernels.tables import PAGE_TOKENS
 from .worker import STATES, Worker
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
@@ -88,8 +89,11 @@ class Metrics:
                 ("request_queue_time_seconds", "From arrival to admission.", _SECONDS),
                 ("request_prefill_time_seconds", "From admission to the first token.", _SECONDS),
                 ("request_decode_time_seconds", "From the first token to the last.", _SECONDS),
+                ("request_inference_time_seconds", "From admission to the last token.", _SECONDS),
                 ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
                 ("request_generation_tokens", "Tokens made for a request.", _TOKENS),
+                ("request_max_num_generation_tokens", "The same: a request has one sequence.", _TOKENS),
+                ("request_params_max_tokens", "Most tokens that a request asked for.", _TOKENS),
             )
         }
         self._success = Counter(
@@ -109,13 +113,15 @@ class Metrics:
         """A response was begun."""
         self._http.labels(str(status)).inc()
 
-    def finished(self, reply: Reply, finish: str, prompt_tokens: int) -> None:
+    def finished(self, reply: Reply, finish: str, request: Request) -> None:
         """A request ended.  finish: what the client was told: stop, length, abort or error."""
         self._success.labels(self._label, finish).inc()
         stamps, at = reply.stamps, reply.token_at
         arrived, admitted = stamps.get("submitted"), stamps.get("admitted")
-        self._seen("request_prompt_tokens", prompt_tokens)
-        self._seen("request_generation_tokens", len(reply.tokens))
+        self._seen("request_prompt_tokens", len(request.ids))
+        self._seen("request_params_max_tokens", request.max_new_tokens)
+        for name in ("request_generation_tokens", "request_max_num_generation_tokens"):
+            self._seen(name, len(reply.tokens))
         if arrived is not None and admitted is not None:
             self._seen("request_queue_time_seconds", admitted - arrived)
         if arrived is None or not at:
@@ -125,6 +131,7 @@ class Metrics:
         self._seen("request_decode_time_seconds", at[-1] - at[0])
         if admitted is not None:
             self._seen("request_prefill_time_seconds", at[0] - admitted)
+            self._seen("request_inference_time_seconds", at[-1] - admitted)
         for earlier, later in zip(at, at[1:], strict=False):
             self._seen("inter_token_latency_seconds", later - earlier)
         if len(at) > 1:
@@ -175,6 +182,18 @@ class _Engine:
                 "vllm:kv_cache_usage_perc",
                 "Share of the cache's pages in use, 0 to 1.",
                 1.0 - stats.free_pages / pages,
+            )
+            cache = GaugeMetricFamily(
+                "vllm:cache_config_info",
+                "1; the cache's pages are in the labels.",
+                labels=("model_name", "block_size", "num_gpu_blocks"),
+            )
+            cache.add_metric((self._label, str(PAGE_TOKENS), str(pages)), 1.0)
+            yield cache
+            yield self._gauge(
+                "flashnext:deep_least_rows",
+                "Rows of a prompt's segment from which on it takes the deep pass.",
+                self._worker.facts["deep_rows"],
             )
         finished = CounterMetricFamily(
             "flashnext:scheduler_finished",
@@ -236,10 +255,18 @@ class _Engine:
         graphs = report["graphs"]
         yield self._gauge("flashnext:graphs_kept", "Graph executables kept.", graphs.get("kept", 0))
         yield self._gauge("flashnext:graphs_bytes", "Device memory they took.", graphs.get("bytes", 0))
-        if report["experts"]:
-            yield self._gauge(
-                "flashnext:expert_lines", "Device lines of experts a layer.", report["experts"]["lines"]
-            )
+        yield self._gauge(
+            "flashnext:deep_rows",
+            "Rows that the deep pass takes at once; 0: it is not there.",
+            report["deep"]["rows"],
+        )
+        experts = report["experts"]
+        if experts:
+            for name, text, value in (
+                ("", "Device lines of experts a layer.", experts["lines"]),
+                ("_requested", "Those that were asked for.", experts["requested"]),
+            ):
+                yield self._gauge(f"flashnext:expert_lines{name}", text, value)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=("model_name",))

@@ -198,6 +198,8 @@ class Worker:
             "max_streams": scheduler.max_streams,
             "max_queue": scheduler.max_queue,
             "round_rows": scheduler.chunk,
+            "deep_rows": limits.deep_rows,
+            "expert_lines": limits.expert_lines,
             "pages": engine.rank.layout.n_pages,
             "graphs": limits.graph,
         }

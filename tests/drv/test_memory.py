@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flashnext_drv.drv import api
+from flashnext_drv.drv import api, faults, memory
 from flashnext_drv.drv.context import Context
 from flashnext_drv.drv.memory import (
     DeviceArena,
@@ -17,7 +17,10 @@ from flashnext_drv.drv.memory import (
 )
 from flashnext_drv.drv.stream import Stream
 from flashnext_drv.errors import CapacityError, ContractError, DriverError, OutOfMemory, UsageError
+from flashnext_drv.host_memory import HostMemory
 from flashnext_drv.ledger import Ledger
+
+OUT_OF_MEMORY = 2
 
 
 def test_spans_are_aligned_and_disjoint(ctx: Context) -> None:
@@ -118,6 +121,19 @@ def test_out_of_memory_names_the_largest_holder(ctx: Context) -> None:
     text = str(caught.value)
     assert f"size_bytes={too_much}" in text and "largest holder experts 3.0 MiB" in text.replace("4.0", "3.0")
     assert "OUT_OF_MEMORY" in text and "lower the limits" in text
+
+
+def test_pinned_memory_that_is_refused_names_the_limits_of_the_host(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = HostMemory(8 << 30, 6 << 30, 2 << 30, "cgroup /app with a limit of 4.0 GiB", 65536)
+    monkeypatch.setattr(memory, "host_memory", lambda: host)
+    with PinnedArena(ctx, "experts.store", 8192), pytest.raises(OutOfMemory) as caught, \
+            faults.fail_nth(1, OUT_OF_MEMORY, only="cuMemHostAlloc"):
+        PinnedArena(ctx, "ngram", 4096)
+    text = str(caught.value)
+    assert "2.0 GiB available by cgroup /app with a limit of 4.0 GiB, mlock limit 64.0 KiB" in text
+    assert "largest holder experts.store" in text and "--ulimit memlock=-1" in text and "\n" not in text
 
 
 def test_an_empty_arena_is_refused(ctx: Context) -> None:

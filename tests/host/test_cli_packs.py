@@ -50,6 +50,30 @@ def test_inspect_reports_groups_widths_and_bytes(pack: Path, capsys: pytest.Capt
     assert found["digest"] in text and "experts" in text and "mul1" in text
 
 
+def test_inspect_lists_every_tensor_with_its_bits(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(said(capsys, report.GOOD, "inspect", pack, "--json", "--tensors", "--no-digest"))
+    listed = {one["name"]: one for one in found["listing"]}
+    assert len(listed) == len(found["listing"]) == found["tensors"]
+    assert sum(one["bytes"] for one in listed.values()) == sum(g["bytes"] for g in found["groups"].values())
+    stored = weights = 0
+    for name, one in listed.items():
+        assert (pack / one["file"]).is_file(), name
+        if ".ngram_embedding.shard_" in name and name.endswith(".trellis"):
+            assert one["bits"] == found["ngram"]["codec"] == 4, name
+        elif name.endswith(".trellis"):  # tiles of 256 weights
+            n_weights = one["shape"][0] * one["shape"][1] * 256
+            assert one["codebook"] and one["bits"] * n_weights == 8 * one["bytes"], name
+            stored, weights = stored + 8 * one["bytes"], weights + n_weights
+        else:
+            assert one["codebook"] == "" and one["bits"] in (None, 16.0, 32.0), name
+    assert weights and found["bits"] == round(stored / weights, 4)
+    assert any(one["bits"] is None for one in listed.values())
+    text = said(capsys, report.GOOD, "inspect", pack, "--tensors", "--no-digest").splitlines()
+    assert sum(line.endswith("  lm_head.trellis") and line.startswith("4 ") for line in text) == 1
+    assert f"{found['bits']:.4g} bits a weight" in "\n".join(text)
+    assert "listing" not in json.loads(said(capsys, report.GOOD, "inspect", pack, "--json", "--no-digest"))
+
+
 def test_inspect_tells_of_a_missing_mtp_mixer(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (pack / "mtp_hyper_connection_mixer_patch.safetensors").unlink()
     text = said(capsys, report.GOOD, "inspect", pack, "--no-digest")

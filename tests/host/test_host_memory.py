@@ -145,6 +145,13 @@ def test_the_limit_of_locked_memory(tmp_path: Path) -> None:
     assert host_memory(system(tmp_path, made)).memlock_bytes == 65536
 
 
+@pytest.mark.parametrize(("told", "nodes"), [("0", (0,)), ("0-1,3", (0, 1, 3)), ("", ()), ("0-", ()),
+                                             ("all", ()), ("1-2-3", ())])
+def test_the_memory_nodes_that_may_be_used(tmp_path: Path, told: str, nodes: tuple[int, ...]) -> None:
+    files = {"proc/self/status": f"Name:\tx\nMems_allowed:\t3\nMems_allowed_list:\t{told}\n"}
+    assert host_memory(system(tmp_path, files)).nodes == nodes
+
+
 def test_this_machine_can_be_read() -> None:
     found = host_memory()
     assert found.available_bytes is None or found.available_bytes >= 0

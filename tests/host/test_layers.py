@@ -20,7 +20,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "ledger": ({"errors"}, set()),
     "lifetime": ({"errors"}, set()),
     "host_memory": ({"errors"}, set()),
-    "drv": ({"errors", "ledger", "lifetime", "drv", "sim"}, {"numpy", "cuda"}),
+    "drv": ({"errors", "ledger", "lifetime", "host_memory", "drv", "sim"}, {"numpy", "cuda"}),
     "sim": ({"errors", "ledger", "lifetime", "sim", "kernels"}, {"numpy"}),
     "kernels": ({"errors", "ledger", "lifetime", "kernels", "drv"}, {"numpy"}),
     "ref": ({"errors", "ledger", "lifetime", "drv", "kernels", "ref"}, {"numpy"}),

@@ -16,8 +16,9 @@ from flashnext_drv.errors import UsageError
 from flashnext_drv.server import app as app_module
 from flashnext_drv.server.keys import Keys, add_key, key_digest
 from flashnext_drv.server.live import Server
+from flashnext_drv.server.metrics import Metrics
 
-from .served import MAX_QUEUE, Served, events_of, serving
+from .served import LIMITS, MAX_QUEUE, Served, events_of, serving
 
 LONG = 1900  # tokens that nobody waits for
 
@@ -378,6 +379,8 @@ def test_metrics_are_the_schedulers_counts(served: Served) -> None:
         ("vllm:num_requests_running", 0),
         ("vllm:num_requests_waiting", 0),
         ("vllm:kv_cache_usage_perc", 0),
+        ("flashnext:deep_least_rows", LIMITS.deep_rows),
+        ("flashnext:deep_rows", served.ask("GET", "/v1/memory").json()["deep"]["rows"]),
         ("flashnext:submitted_total", stats.submitted),
         ("flashnext:refused_total", stats.refused),
         ("flashnext:free_pages", stats.free_pages),
@@ -391,7 +394,15 @@ def test_metrics_are_the_schedulers_counts(served: Served) -> None:
         for why in ("stop", "length", "abort", "error")
     )
     assert told <= sum(stats.finished.values())  # servers of the same engine count their own
-    assert found[("vllm:request_generation_tokens_count", name)] == told
+    for each in ("generation_tokens", "max_num_generation_tokens", "params_max_tokens"):
+        assert found[(f"vllm:request_{each}_count", name)] == told
+    # everything that ended by its length made what it asked for
+    assert found[("vllm:request_params_max_tokens_sum", name)] >= stats.new_tokens - before.new_tokens
+    seconds = [found[(f"vllm:request_{part}_time_seconds_sum", name)] for part in
+               ("prefill", "decode", "inference")]
+    assert 0 < seconds[0] + seconds[1] == pytest.approx(seconds[2])
+    pages = ("block_size", "64"), name, ("num_gpu_blocks", str(served.worker.facts["pages"]))
+    assert found[("vllm:cache_config_info", *pages)] == 1
     assert found[("vllm:time_to_first_token_seconds_count", name)] <= told
     owners = {labels[1] for metric, *labels in found if metric == "flashnext:memory_live_bytes"}
     memory = served.ask("GET", "/v1/memory").json()
@@ -402,6 +413,19 @@ def test_metrics_are_the_schedulers_counts(served: Served) -> None:
         == found[("flashnext:memory_live_bytes", ("owner", "kv"), ("tier", "device"))]
         > 0
     )
+
+
+def test_lines_of_experts_are_told_as_asked_for_and_as_observed(served: Served) -> None:
+    metrics = Metrics(served.worker, "micro")
+    told = served.ask("GET", "/v1/memory").json()
+    metrics.memory = told | {"experts": {"requested": 72, "lines": 93}}
+    text = metrics.text().decode()
+    assert 'flashnext:expert_lines{model_name="micro"} 93.0' in text
+    assert 'flashnext:expert_lines_requested{model_name="micro"} 72.0' in text
+    metrics.memory = told
+    assert "expert_lines" not in metrics.text().decode(), "all experts are on the device"
+    status = served.ask("GET", "/status").json()
+    assert (status["expert_lines"], status["deep_rows"]) == (None, LIMITS.deep_rows)
 
 
 def test_a_deep_health_check_draws_a_token(served: Served) -> None:

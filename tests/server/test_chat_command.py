@@ -137,6 +137,23 @@ def test_the_prompt_may_come_from_stdin(
     assert "there is no prompt" in capsys.readouterr().err
 
 
+def test_a_long_prompt_shows_how_far_it_is_on_a_terminal(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    chunk = {"choices": [], "prompt_progress": {"total": 9000, "cache": 0, "processed": 2048, "time_ms": 3}}
+    served.first = f"data: {json.dumps(chunk)}\n\n" + served.reply
+    assert main(["chat", served.url, "--prompt", "Hi"]) == report.GOOD
+    assert served.bodies[0]["return_progress"] is True
+    line = "prompt: 2048 of 9000 tokens"
+    assert screen.getvalue() == f"\r{line}\r{' ' * len(line)}\r", "gone before the reply"
+    assert capsys.readouterr().out.startswith("Hello")
+    served.first = 'data: {"prompt_progress": {"total": 3}}\n\n'
+    assert main(["chat", served.url, "--prompt", "Hi"]) == report.FAILED
+    assert "cannot be read" in screen.getvalue()
+
+
 def test_a_conversation_keeps_what_was_said(
     served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

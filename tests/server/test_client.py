@@ -259,6 +259,18 @@ def test_times_are_those_of_the_stamps() -> None:
     assert gaps_us([1.5, 1.5, 2.0], 1.0) == [500000, 0, 500000]
 
 
+def test_the_time_to_the_first_token_has_parts() -> None:
+    def parts(**stamps: Any) -> dict[str, float | None]:
+        return evidence.phases(Reply(REQUEST, runtime={"stamps": stamps}))
+
+    at = {"submitted": 1.0, "admitted": 1.5, "first_chunk": 1.75, "first_token": 4.0, "done": 9.0}
+    assert parts(**at) == {"queue": 0.5, "wait": 0.25, "prompt": 2.25}
+    assert parts(**at | {"admitted": None}) == {"queue": None, "wait": None, "prompt": 2.25}
+    assert parts(**at | {"first_token": 1.0})["prompt"] is None, "stamps that fall tell nothing"
+    for runtime in (None, {}, {"stamps": "soon"}, {"stamps": {"admitted": "1"}}):
+        assert set(evidence.phases(Reply(REQUEST, runtime=runtime)).values()) == {None}
+
+
 def test_prompts_differ_at_once() -> None:
     made = {prompt_ids(6, 300, salt)[:4] for salt in range(2000)}
     assert len(made) == 2000

@@ -72,6 +72,9 @@ def test_the_small_measurements(site: Site) -> None:
         cases.cold(site, lengths={"short": 3, "long": 20}, new_tokens=1),
     ):
         assert found["verdict"]["reasons"] == [], found["kind"]
+        for made in found["replies"]:  # parts of the server's own time to the first token
+            assert all(part is not None for part in made["phases_s"].values()), made["name"]
+            assert sum(made["phases_s"].values()) == pytest.approx(made["server"]["ttft_s"], abs=5e-6)
 
 
 def test_a_load_with_cancels(site: Site) -> None:
