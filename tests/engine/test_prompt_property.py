@@ -31,7 +31,7 @@ from flashnext_drv.model.synth_models import MODELS
 from flashnext_drv.sim import control
 
 pytestmark = pytest.mark.sim
-N_NEW = 9  # two blocks of the index, each of four tokens, and one more
+N_NEW = 24
 CONTEXT = 192
 FEW = settings(
     max_examples=16, derandomize=True, database=None, deadline=None, phases=(Phase.explicit, Phase.generate),
