@@ -10,7 +10,8 @@ Of each prompt length one serial run is made, one row a launch through graphs; e
 by the deep pass on a new sequence.  --rows: logits compared, spread over the prompt, its last row always with
 them; --rows-chunks: only for these chunk sizes (the others compare the last row).  --serial-rows N: the
 serial run takes N rows a launch and is itself compared with one row a launch on the first --serial-check
-tokens.  Prints a line a case; exit 1 when one differs or did not go by the deep pass.
+tokens.  --new-tokens: greedy ones after each.  Prints a line a case; exit 1 when one differs or did not go by
+the deep pass.
 """
 
 from __future__ import annotations
@@ -37,8 +38,6 @@ from flashnext_drv.engine.engine import Engine, Limits, Prefill
 from flashnext_drv.engine.prefill import Prompt, run_prompts
 from flashnext_drv.engine.round import Window, run_round
 from flashnext_drv.engine.sequence import Sequence
-
-N_NEW = 24
 
 
 @dataclass
@@ -95,7 +94,7 @@ def finish(engine: Engine, sequence: Sequence, token: int, left: Left, n_new: in
     return left
 
 
-def serial(engine: Engine, ids: list[int], chosen: set[int], rows: int, n_new: int = N_NEW) -> Left:
+def serial(engine: Engine, ids: list[int], chosen: set[int], rows: int, n_new: int) -> Left:
     """By decode, `rows` rows a launch; the head runs for launches that hold a chosen row."""
     left = Left()
     started, token = time.perf_counter(), -1
@@ -116,8 +115,7 @@ def serial(engine: Engine, ids: list[int], chosen: set[int], rows: int, n_new: i
 
 
 def prompted(
-    engine: Engine, ids: list[int], chosen: set[int], prefill: Prefill, cuts: Iterable[int] = (),
-    n_new: int = N_NEW,
+    engine: Engine, ids: list[int], chosen: set[int], prefill: Prefill, cuts: Iterable[int], n_new: int
 ) -> Left:
     """By run_prompts, the prompt given in pieces that end at `cuts`."""
     left = Left()
@@ -167,9 +165,9 @@ class Verdict:
 
 
 def one_case(engine: Engine, oracle: Left, ids: list[int], chosen: set[int], how: str, prefill: Prefill,
-             cuts: Iterable[int] = ()) -> Verdict:
+             cuts: Iterable[int]) -> Verdict:
     before = vars(engine.prompts).copy()
-    found = prompted(engine, ids, chosen, prefill, cuts)
+    found = prompted(engine, ids, chosen, prefill, cuts, len(oracle.tokens))
     made = {name: value - before[name] for name, value in vars(engine.prompts).items()}
     differs = oracle.differs(found)
     if missing := chosen - found.rows.keys():
@@ -188,12 +186,12 @@ def compare(engine: Engine, args: argparse.Namespace, n_tokens: int, chunks: lis
     verdicts: list[Verdict] = []
     if args.serial_rows > 1:
         n_check = min(args.serial_check, n_tokens)
-        ones = serial(engine, ids[:n_check], spread_rows(n_check, args.rows), 1)
-        many = serial(engine, ids[:n_check], spread_rows(n_check, args.rows), args.serial_rows)
+        ones, many = (serial(engine, ids[:n_check], spread_rows(n_check, args.rows), rows, args.new_tokens)
+                      for rows in (1, args.serial_rows))
         how = f"{args.serial_rows} rows a launch against one"
         verdicts.append(Verdict(n_check, how, ones.differs(many), 0, len(ones.rows), many.seconds))
         print(verdicts[-1].line(name), flush=True)
-    oracle = serial(engine, ids, chosen, args.serial_rows)
+    oracle = serial(engine, ids, chosen, args.serial_rows, args.new_tokens)
     print(f"serial {name} {n_tokens} tokens, {args.serial_rows} rows a launch: {oracle.seconds:.1f} s, state "
           f"{oracle.state_sha256()[:16]}, tokens {oracle.tokens[:4]}...", flush=True)
     cases: list[tuple[str, set[int], Prefill, list[int]]] = []
@@ -229,11 +227,12 @@ def main() -> int:
     parser.add_argument("--serial-rows", type=int, default=1, help="rows a launch of the serial run, 1..16")
     parser.add_argument("--serial-check", type=int, default=256, help="tokens of its check")
     parser.add_argument("--deep-rows", type=int, default=64, help="rows from which a segment goes deep")
+    parser.add_argument("--new-tokens", type=int, default=24, help="drawn after each prompt")
     parser.add_argument("--out", help="write a receipt here")
     args = parser.parse_args()
     args.pack = args.pack or ("synth:tiny" if args.device == "sim" else "synth:quarter")
     counts, chunks = ([int(n) for n in text.split(",")] for text in (args.tokens, args.chunks))
-    limits = Limits(context_tokens=max(counts) + N_NEW, rows=16, prompt_rows=16, chunk=max(chunks),
+    limits = Limits(context_tokens=max(counts) + args.new_tokens, rows=16, prompt_rows=16, chunk=max(chunks),
                     deep_rows=args.deep_rows)
     with Engine.open(args.pack, limits, device=args.device) as engine:
         print(f"device {engine.facts}; opened {args.pack} in {engine.open_seconds:.1f} s", file=sys.stderr)

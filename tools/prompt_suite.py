@@ -70,7 +70,7 @@ class Suite:
         """Decode behind a prompt, with the deep buffers held."""
         made = self.engine.generate(
             prompt_ids(min(2048, self.args.tokens[0]), self.engine.config.vocab),
-            max_new_tokens=97,
+            max_new_tokens=self.args.new_tokens,
             stop_ids=(),
         )
         speed = (len(made.tokens) - 1) / made.times["decode"]
@@ -106,6 +106,7 @@ class Suite:
                 cuts=1,
                 seed=1,
                 deep_rows=min(64, self.engine.limits.deep_rows),
+                new_tokens=min(24, self.args.new_tokens),
             )
             runs.append(prompt_equality.compare(self.engine, wanted, count, chunks))
         return {"runs": runs}, all(case["ok"] for run in runs for case in run["cases"])
@@ -151,6 +152,7 @@ def main() -> int:
     if "yardstick" in parts and args.images is None and not small:
         parser.error("the yardstick needs --images, the folder that yardstick.py --build made")
     args.tokens = [20, 40] if small else [2048, 16384]
+    args.new_tokens = 5 if small else 97
     args.curve = [16, 32] if small else [2048, 4096, 8192, 16384, 32768, 65536]
     # tokens, chunk sizes, rows a launch of the serial run, tokens on which several rows are held to one
     args.equality = (

@@ -18,8 +18,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from flashnext_drv.bench.receipt import (  # noqa: E402
+    client_name,
     digest_of,
     is_source,
     package_digest,
@@ -54,9 +57,23 @@ def dirty(root: Path = ROOT) -> list[str]:
 
 def commit_digest(commit: str, root: Path = ROOT) -> str:
     """source_digest of a commit, from git's objects."""
+    return digest_of(_contents(commit, lambda path: path if is_source(path) else None, root))
+
+
+def commit_client(commit: str, command: str, root: Path = ROOT) -> str:
+    """client_digest of a commit and the program that a command begins with."""
+    try:
+        program = Path(shlex.split(command)[0]).name
+    except (ValueError, IndexError) as error:
+        raise UsageError("a command names no program", command=command) from error
+    return digest_of(_contents(commit, lambda path: client_name(path, program), root))
+
+
+def _contents(commit: str, named: Callable[[str], str | None], root: Path) -> list[tuple[str, bytes]]:
+    """(name, content) of a commit's files that get one."""
     listed = git("ls-tree", "-r", "-z", commit, root=root).decode().split("\0")
     files = [(line.split("\t", 1)[1], line.split()[2]) for line in listed if line]
-    wanted = [(path, oid) for path, oid in files if is_source(path)]
+    wanted = [(name, oid) for path, oid in files if (name := named(path)) is not None]
     raw = git("cat-file", "--batch", root=root, data="".join(f"{oid}\n" for _, oid in wanted).encode())
     contents, at = [], 0
     for path, oid in wanted:
@@ -66,7 +83,7 @@ def commit_digest(commit: str, root: Path = ROOT) -> str:
             raise UsageError("git gave another object than asked for", path=path)
         contents.append((path, raw[end + 1 : end + 1 + int(size)]))
         at = end + 2 + int(size)
-    return digest_of(contents)
+    return contents
 
 
 def full_commit(name: str, root: Path = ROOT) -> str:
@@ -75,6 +92,8 @@ def full_commit(name: str, root: Path = ROOT) -> str:
 
 def seal(result: dict[str, Any], commit: str | None, root: Path = ROOT) -> dict[str, Any]:
     """The result with its commit.  Raises UsageError for every reason not to."""
+    if not isinstance(result, dict):
+        raise UsageError("a result is a JSON object")
     if "tree" in result:
         raise UsageError("it is a receipt already: a receipt is not moved to another commit")
     if result.get("form", 1) == 1:
@@ -90,6 +109,9 @@ def seal(result: dict[str, Any], commit: str | None, root: Path = ROOT) -> dict[
     name = full_commit(commit or "HEAD", root)
     if commit_digest(name, root) != result["source_digest"]:
         raise UsageError("other sources ran than this commit's", commit=name[:12],
+                         do="run again from a clean checkout, or name the commit that ran")
+    if commit_client(name, result["command"], root) != result["client_digest"]:
+        raise UsageError("another client measured than this commit's", commit=name[:12],
                          do="run again from a clean checkout, or name the commit that ran")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return result | {"tree": {"commit": name, "sealed": now}}
@@ -117,6 +139,8 @@ def examine(path: Path, root: Path = ROOT) -> dict[str, Any]:
         try:
             if commit_digest(tree["commit"], root) != found["source_digest"]:
                 problems.append(f"commit {tree['commit'][:12]} has other sources")
+            if commit_client(tree["commit"], found["command"], root) != found["client_digest"]:
+                problems.append(f"commit {tree['commit'][:12]} has another client")
         except UsageError as error:
             problems.append(f"its commit cannot be read: {error}")
     problems += recheck(found["results"]) + _images(found)
@@ -158,10 +182,16 @@ def quoted(path: Path, commit: str | None) -> str:
     if results.get("kind") not in ("workload", "scaled"):
         return f"| {results.get('kind', path.stem)} | {found['device']['name']} | {link} |"
     return "\n".join(
-        f"| {results['kind']} {leg} | TTFT {at['ttft_s']:.3f} s, prefill {at['prefill_tokens_per_s']:.0f} "
-        f"tokens/s, decode {at['decode_tokens_per_s']:.1f} tokens/s, ITL {at['itl_mean_ms']:.2f} ms (p50 "
-        f"{at['itl_p50_ms']:.2f}, p95 {at['itl_p95_ms']:.2f}) | {link} |"
+        f"| {results['kind']} {leg} | TTFT {_told(at['ttft_s'], 3)} s, prefill "
+        f"{_told(at['prefill_tokens_per_s'], 0)} tokens/s, decode {_told(at['decode_tokens_per_s'], 1)} "
+        f"tokens/s, ITL {_told(at['itl_mean_ms'], 2)} ms (p50 {_told(at['itl_p50_ms'], 2)}, p95 "
+        f"{_told(at['itl_p95_ms'], 2)}) | {link} |"
         for leg, at in figures(results).items())
+
+
+def _told(value: float | None, digits: int) -> str:
+    """A figure that its stamps do not give is a dash."""
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def verify(files: list[Path], must_be_here: bool, as_json: bool) -> int:
@@ -209,7 +239,10 @@ def main(argv: list[str] | None = None) -> int:
         except (OSError, ValueError) as error:
             raise UsageError("the result cannot be read", file=args.result, because=str(error)) from error
         made = seal(result, args.commit)
-        args.out.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        try:
+            args.out.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError("the receipt cannot be written", file=args.out, because=str(error)) from error
         print(f"{args.out}: commit {made['tree']['commit'][:12]}")
     except UsageError as error:
         print(f"receipt: {error}", file=sys.stderr)

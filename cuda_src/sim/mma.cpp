@@ -23,9 +23,10 @@ Model model = {25, 16, -133};
 typedef float v8f __attribute__((vector_size(32)));
 typedef int v8i __attribute__((vector_size(32)));
 typedef double v8d __attribute__((vector_size(64)));
+typedef int64_t v4l __attribute__((vector_size(32)));
 typedef int64_t v8l __attribute__((vector_size(64)));
 
-constexpr int kNone = -200;  // exponent of a zero term in the fast path
+constexpr int kNone = -1000;  // exponent of a zero in the fast path: no other term's is as low
 
 float word(u32 x) { return fn_u2f(x); }
 
@@ -45,17 +46,20 @@ float toward_zero(int64_t sum, int e) {
 }
 
 inline bool any(v8i x) {
-    alignas(32) int lane[8];
-    *(v8i*)lane = x;
-    return lane[0] | lane[1] | lane[2] | lane[3] | lane[4] | lane[5] | lane[6] | lane[7];
+    const v4l y = (v4l)x;
+    return y[0] | y[1] | y[2] | y[3];
 }
 
-// Operands of one tile, decoded: value and exponent (subnormals at the format's least one) of every element.
-// bad: an infinity or NaN is there; wide: an element is outside the fast path.
+// Operands of one tile, decoded: value and exponent (subnormals at the format's least one, zeros at kNone) of
+// every element.  bad_a, bad_b: an infinity or NaN is in eight rows, in a column; live: a column has an element
+// that is not zero; wide: an element is outside the fast path.
 struct Tile {
     alignas(32) float a[16][16], b[16][8];
     alignas(32) int ea[16][16], eb[16][8];
-    bool bad, wide;
+    alignas(32) int bad_b[8], live[8];
+    bool bad_a[2], wide;
+
+    bool bad(int row, int col) const { return bad_a[row >> 3] || bad_b[col]; }
 };
 
 template <bool Bf16>
@@ -73,34 +77,34 @@ inline __attribute__((always_inline)) void decode(v8i w, float* value, int* expo
         *(v8f*)value = (v8f)u * 0x1p112f;
     }
     top = field > top ? field : top;
-    *(v8i*)exponent = (field > one ? field : one) - (Bf16 ? 127 : 15);
+    const v8i e = (field > one ? field : one) - (Bf16 ? 127 : 15);
+    *(v8i*)exponent = (w & 0x7fff) == 0 ? (v8i){} + kNone : e;
 }
 template <bool Bf16>
-void decode_tile(const Warp& w, Tile& t, v8i& live) {
-    v8i top = {}, wide = {}, accumulators = {};
+void decode_tile(const Warp& w, Tile& t) {
+    v8i top0 = {}, top1 = {}, top = {}, live = {}, wide = {};
     for (int pair = 0; pair < 8; pair++) {
         const v8i a0 = *(const v8i*)&w.mma_a[pair][0], a1 = *(const v8i*)&w.mma_a[pair][8],
                   b = *(const v8i*)w.mma_b[pair];
         const int k = 2 * pair;
-        decode<Bf16>(a0 & 0xffff, &t.a[k][0], &t.ea[k][0], top, wide);
-        decode<Bf16>(a1 & 0xffff, &t.a[k][8], &t.ea[k][8], top, wide);
+        decode<Bf16>(a0 & 0xffff, &t.a[k][0], &t.ea[k][0], top0, wide);
+        decode<Bf16>(a1 & 0xffff, &t.a[k][8], &t.ea[k][8], top1, wide);
         decode<Bf16>(b & 0xffff, t.b[k], t.eb[k], top, wide);
-        decode<Bf16>(a0 >> 16 & 0xffff, &t.a[k + 1][0], &t.ea[k + 1][0], top, wide);
-        decode<Bf16>(a1 >> 16 & 0xffff, &t.a[k + 1][8], &t.ea[k + 1][8], top, wide);
+        decode<Bf16>(a0 >> 16 & 0xffff, &t.a[k + 1][0], &t.ea[k + 1][0], top0, wide);
+        decode<Bf16>(a1 >> 16 & 0xffff, &t.a[k + 1][8], &t.ea[k + 1][8], top1, wide);
         decode<Bf16>(b >> 16 & 0xffff, t.b[k + 1], t.eb[k + 1], top, wide);
         live |= b & 0x7fff7fff;
     }
-    for (int col = 0; col < 8; col++)
-        for (int row = 0; row < 16; row += 8) {
-            const v8i field = *(const v8i*)&w.mma_c[col][row] >> 23 & 255;
-            accumulators = field > accumulators ? field : accumulators;
-        }
-    t.bad = any((top == (Bf16 ? 255 : 31)) | (accumulators == 255));
+    constexpr int most = Bf16 ? 255 : 31;
+    t.bad_a[0] = any(top0 == most);
+    t.bad_a[1] = any(top1 == most);
+    *(v8i*)t.bad_b = top == most;
+    *(v8i*)t.live = live;
     t.wide = any(wide);
 }
 
 // One output column of eight rows, one block of products: integers hold every cut term.  False: a term lies
-// outside.
+// outside, as an accumulator that is no number does.
 inline __attribute__((always_inline)) bool block_fast(v8f& acc, const Tile& t, int row, int col, int k0,
                                                       int n, int fraction) {
     const v8i field = ((v8i)acc >> 23) & 255;
@@ -108,16 +112,18 @@ inline __attribute__((always_inline)) bool block_fast(v8f& acc, const Tile& t, i
     top = field == 0 ? (v8i){} - 126 : top;
     top = ((v8i)acc << 1) == 0 ? (v8i){} + kNone : top;
     v8f p[16];
+#pragma GCC unroll 16
     for (int k = 0; k < n; k++) {
         p[k] = *(const v8f*)&t.a[k0 + k][row] * t.b[k0 + k][col];
-        v8i e = *(const v8i*)&t.ea[k0 + k][row] + t.eb[k0 + k][col];
-        e = p[k] == 0.f ? (v8i){} + kNone : e;
+        const v8i e = *(const v8i*)&t.ea[k0 + k][row] + t.eb[k0 + k][col];
         top = e > top ? e : top;
     }
-    if (any(((top < -90) & (top != kNone)) | (top > 100))) return false;
-    top = top == kNone ? (v8i){} : top;
+    const v8i none = top < kNone / 2;
+    if (any(((top < -90) & ~none) | (top > 100))) return false;
+    top = none ? (v8i){} : top;
     const v8f scale = (v8f)((fraction - top + 127) << 23), back = (v8f)((top - fraction + 127) << 23);
     v8i even = __builtin_convertvector(acc * scale, v8i), other = {};
+#pragma GCC unroll 8
     for (int k = 0; k < n; k += 2) {
         even += __builtin_convertvector(p[k] * scale, v8i);
         other += __builtin_convertvector(p[k + 1] * scale, v8i);
@@ -134,6 +140,7 @@ inline __attribute__((always_inline)) bool block_fast(v8f& acc, const Tile& t, i
 }
 
 float output_exact(float acc, const float* x, const float* y, const int* e, int n, const Model& m) {
+    if (acc != acc) return word(0x7fffffff);
     double check = acc;
     for (int k = 0; k < n; k++) check += (double)x[k] * y[k];
     if (check != check) return word(0x7fffffff);
@@ -155,14 +162,15 @@ u16 half(u32 word, int k) { return (u16)(word >> 16 * (k & 1)); }
 
 void block_exact(v8f& acc, const Warp& w, const Tile& t, int row, int col, int k0, bool bf16,
                  const Model& m) {
+    const bool bad = !bf16 && t.bad(row, col);
     for (int i = 0; i < 8; i++) {
         float x[16], y[16];
         int e[16];
         for (int j = 0; j < m.products; j++) {
             const int k = k0 + j;
             // the fast decode of f16 turns an infinity into 65536: take the real value when one is there
-            x[j] = t.bad && !bf16 ? fn_h2f(half(w.mma_a[k >> 1][row + i], k)) : t.a[k][row + i];
-            y[j] = t.bad && !bf16 ? fn_h2f(half(w.mma_b[k >> 1][col], k)) : t.b[k][col];
+            x[j] = bad ? fn_h2f(half(w.mma_a[k >> 1][row + i], k)) : t.a[k][row + i];
+            y[j] = bad ? fn_h2f(half(w.mma_b[k >> 1][col], k)) : t.b[k][col];
             e[j] = t.ea[k][row + i] + t.eb[k][col];
         }
         acc[i] = output_exact(acc[i], x, y, e, m.products, m);
@@ -180,24 +188,22 @@ void set_mma_generation(unsigned generation) {
 
 void mma(Warp& w, bool bf16) {
     Tile t;
-    v8i live_columns = {};
     if (bf16)
-        decode_tile<true>(w, t, live_columns);
+        decode_tile<true>(w, t);
     else
-        decode_tile<false>(w, t, live_columns);
-    alignas(32) int live[8];
-    *(v8i*)live = live_columns;
+        decode_tile<false>(w, t);
     const Model m = model;
     for (int col = 0; col < 8; col++)
         for (int row = 0; row < 16; row += 8) {
             v8f& acc = *(v8f*)&w.mma_c[col][row];
-            if (!t.bad &&
-                !live[col]) {  // absent row: no product counts, the accumulator stays (-0 becomes +0)
-                acc += 0.f;
+            const bool bad = t.bad(row, col);
+            // absent row: no product counts, the accumulator stays (-0 becomes +0)
+            if (!bad && !t.live[col]) {
+                acc = acc == acc ? acc + 0.f : (v8f)((v8i){} + 0x7fffffff);
                 continue;
             }
             for (int k0 = 0; k0 < 16; k0 += m.products) {
-                const bool done = !t.bad && !t.wide &&
+                const bool done = !bad && !t.wide &&
                                   (m.products == 16 ? block_fast(acc, t, row, col, 0, 16, m.fraction)
                                                     : block_fast(acc, t, row, col, k0, 8, m.fraction));
                 if (!done) block_exact(acc, w, t, row, col, k0, bf16, m);

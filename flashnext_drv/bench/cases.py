@@ -81,7 +81,7 @@ def concurrent(
     if serial:
         for i, reply in enumerate(each_alone(site.target, requests)):
             notes.take(f"serial {i}", reply, replays=wanted)
-    if not alone and not serial and len(widths) < 2:
+    if not alone and not serial and not (1 in widths and max(widths) > 1):
         notes.reasons.append("no reply was held to a run of its own: give --alone or --serial")
     return notes.result("concurrent", widths=list(widths), length=length, new_tokens=new_tokens, alone=alone,
                         serial=serial, waves=waves)

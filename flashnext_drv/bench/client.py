@@ -42,11 +42,13 @@ class Target:
 
     def connection(self) -> tuple[http.client.HTTPConnection, str]:
         """A connection that is not open yet, and the path before routes.  Raises UsageError."""
-        parts = urlsplit(self.url)
         try:
+            parts = urlsplit(self.url)
             port = parts.port
+            (parts.hostname or "").encode("idna")
         except ValueError as error:
-            raise UsageError("the server's address has no usable port", url=self.url) from error
+            raise UsageError("the server's address has no usable host or port", url=self.url,
+                             because=str(error)) from error
         if parts.scheme != "http" or not parts.hostname or parts.query or parts.fragment:
             raise UsageError("a server's address is http://host:port", url=self.url)
         made = http.client.HTTPConnection(parts.hostname, port or 80, timeout=self.timeout_s)

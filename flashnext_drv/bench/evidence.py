@@ -20,8 +20,8 @@ from .client import Reply
 from .timing import times
 
 __all__ = ["Overlap", "Verdict", "cached_tokens", "count", "full_hash", "ids_hash", "joined_replies",
-           "overlap", "phases", "present", "problems", "row", "same_hash", "server_stamps",
-           "unmeasured", "verdict"]
+           "overlap", "phases", "present", "problems", "rounds_problems", "row", "same_hash",
+           "server_stamps", "unmeasured", "verdict"]
 
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 REPLAYS, EAGER = "graph_replays", "eager_rounds"
@@ -82,8 +82,8 @@ def server_stamps(reply: Reply) -> tuple[float | None, list[float]]:
 
     None and [] where they are not told in full: one finite stamp a token, not falling.
     """
-    told = (reply.runtime or {}).get("token_at")
-    begun: Any = ((reply.runtime or {}).get("stamps") or {}).get("submitted")
+    told, stamps = ((reply.runtime or {}).get(name) for name in ("token_at", "stamps"))
+    begun: Any = stamps.get("submitted") if isinstance(stamps, dict) else None
     if not _finite(begun) or not isinstance(told, list) or not all(map(_finite, told)):
         return None, []
     rising = all(a <= b for a, b in zip([begun, *told], told, strict=False))
@@ -154,7 +154,7 @@ def overlap(replies: Sequence[Reply]) -> Overlap:
     stamps = [server_stamps(reply)[1] for reply in replies]
     if n < 2:
         found.append("one stream cannot overlap")
-    if not all(stamps):
+    if not stamps or not all(stamps):
         return Overlap(0.0, 0, (*found, "a stream has no server stamps"))
     begin, end = max(at[0] for at in stamps), min(at[-1] for at in stamps)
     within = min(sum(begin < at < end for at in one) for one in stamps)
@@ -176,7 +176,7 @@ def present(replies: Sequence[Reply]) -> list[str]:
     other."""
     found = [server_stamps(reply) for reply in replies]
     begun = [at for at, stamps in found if at is not None and stamps]
-    if len(begun) < len(replies):
+    if not begun or len(begun) < len(replies):
         return ["a stream has no server stamps"]
     late = max(begun) >= min(stamps[-1] for _, stamps in found)
     return ["a stream had ended before another came"] if late else []
@@ -232,6 +232,27 @@ def joined_replies(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], 
     return counts, found
 
 
+def rounds_problems(counters: object, n_new: int, replays: bool) -> list[str]:
+    """What the counters of a reply of `n_new` tokens do not show, in words: that every token behind the first
+    had a round, and that rounds were replays, or none was.  A reply of one token needs none."""
+    if n_new < 2:
+        return []
+    told = counters if isinstance(counters, dict) else None
+    replayed, eager = count(told, REPLAYS), count(told, EAGER)
+    if replayed is None or eager is None:
+        return ["graph replays unverified: not told"]
+    found = []
+    if replayed + eager < n_new - 1:
+        found.append(f"{replayed} graph replays and {eager} eager rounds are too few for {n_new} tokens")
+    if replays and not replayed:
+        found.append("no graph was replayed")
+    elif replays and eager > replayed:
+        found.append(f"{eager} rounds ran eagerly, {replayed} by replay")
+    elif not replays and (replayed or not eager):
+        found.append(f"{replayed} graph replays and {eager} eager rounds where all had to be eager")
+    return found
+
+
 def _usage_problems(reply: Reply, n_prompt: int, n_new: int, cold: bool) -> list[str]:
     if reply.usage is None:
         return ["usage unverified: missing"]
@@ -260,19 +281,8 @@ def _path_problems(reply: Reply, n_prompt: int, n_new: int, replays: bool | None
         found.append(f"prompt unverified: {cached} cached and {prefilled} prefilled tokens of {n_prompt}")
     if decoded != n_new:
         found.append(f"{decoded} tokens decoded by the runtime block, {n_new} asked for")
-    if replays is None or n_new < 2:
-        return found
-    counters = (reply.runtime or {}).get("counters")
-    counters = counters if isinstance(counters, dict) else None
-    replayed, eager = count(counters, REPLAYS), count(counters, EAGER)
-    if replayed is None or eager is None:
-        found.append("graph replays unverified: not told")
-    elif replays and not replayed:
-        found.append("no graph was replayed")
-    elif replays and eager > replayed:
-        found.append(f"{eager} rounds ran eagerly, {replayed} by replay")
-    elif not replays and (replayed or not eager):
-        found.append(f"{replayed} graph replays and {eager} eager rounds where all had to be eager")
+    if replays is not None:
+        found += rounds_problems((reply.runtime or {}).get("counters"), n_new, replays)
     return found
 
 
@@ -284,4 +294,6 @@ def _told_counters(counters: object) -> dict[str, Any] | None:
 
 
 def _finite(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    if type(value) is int:
+        return abs(value) < 1 << 53  # beyond it a float is not the number that was told
+    return type(value) is float and math.isfinite(value)

@@ -19,9 +19,10 @@ from .inputs import asks, prompt_ids
 from .load import drift, held, settled
 from .site import Notes, Site
 
-__all__ = ["PHASES", "Interrupts", "run_interrupts"]
+__all__ = ["FEWEST", "PHASES", "Interrupts", "run_interrupts"]
 
 PHASES: Final = ("queue", "prompt", "decode", "drain")
+FEWEST: Final = 24  # interruptions, and exact recoveries, of a result that qualifies
 _PATIENCE_S: Final = 120.0
 
 
@@ -75,8 +76,9 @@ def run_interrupts(site: Site, sizes: Interrupts, *, salt: int = 7000) -> dict[s
     for i, request in enumerate(requests):
         notes.take(f"recovery {i}", ask(site.target, request))
     exact = notes.checks["equal"] - compared
-    if len(made) < 24 or exact < 24:
-        notes.reasons.append(f"{len(made)} interruptions and {exact} exact recoveries, 24 of each are wanted")
+    if len(made) < FEWEST or exact < FEWEST:
+        notes.reasons.append(f"{len(made)} interruptions and {exact} exact recoveries, {FEWEST} of each are "
+                             "wanted")
     return notes.result("interrupt", sizes=vars(sizes), interrupted=made, recoveries_exact=exact,
                         restarts=int(bool(drained) and site.control is not None), ledger_drift=changed)
 

@@ -18,7 +18,7 @@ from .evidence import joined_replies, verdict
 from .inputs import asks, prompt_ids
 from .site import Notes, Site
 
-__all__ = ["MATRIX", "Cells", "Lines", "join_parts", "run_matrix"]
+__all__ = ["MATRIX", "Cells", "Lines", "join_parts", "leg_names", "plain", "run_matrix"]
 
 Lines = int | None  # expert lines a layer; None: all experts on the device
 Serve = Callable[[Lines], AbstractContextManager[Site]]
@@ -77,7 +77,7 @@ def run_matrix(serve: Serve, cells: Cells = MATRIX, *, salt: int = 2000) -> dict
                 site.say(f"lines {leg}: {notes.checks}")
     if notes is None:
         return {"kind": "matrix-part", "verdict": verdict(["no leg was run"]).as_dict(), "legs": []}
-    return notes.result("matrix" if cells == MATRIX else "matrix-part", cells=_plain(cells), legs=legs)
+    return notes.result("matrix" if cells == MATRIX else "matrix-part", cells=plain(cells), legs=legs)
 
 
 def join_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -85,15 +85,27 @@ def join_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     have the same hash in all of them."""
     reasons = [f"part {i}: {reason}" for i, part in enumerate(parts) for reason in part["verdict"]["reasons"]]
     legs = [leg for part in parts for leg in part["legs"]]
-    there = {(leg["lines"], leg["mode"]) for leg in legs}
-    reasons += [f"no leg with lines {_name(lines)}, {mode}" for lines in MATRIX.lines for mode in MATRIX.modes
-                if (_name(lines), mode) not in there]
-    own, wanted = {"lines", "modes"}, _plain(MATRIX)
+    there = [(leg["lines"], leg["mode"]) for leg in legs]
+    for leg in dict.fromkeys([*leg_names(MATRIX), *there]):
+        n = there.count(leg)
+        if leg not in leg_names(MATRIX) or n != 1:
+            reasons.append(f"{n or 'no'} leg{'s' if n > 1 else ''} with lines {leg[0]}, {leg[1]}")
+    own, wanted = {"lines", "modes"}, plain(MATRIX)
     reasons += [f"part {i} has {name} {part['cells'].get(name)}" for i, part in enumerate(parts)
                 for name in wanted.keys() - own if part["cells"].get(name) != wanted[name]]
     checks, differ = joined_replies(parts)
     return {"kind": "matrix", "verdict": verdict([*reasons, *differ]).as_dict(), "legs": legs,
             "checks": checks, "cells": wanted, "replies": [r for part in parts for r in part["replies"]]}
+
+
+def leg_names(cells: Cells) -> list[tuple[str, str]]:
+    """(lines, mode) of every leg, as results have them."""
+    return [(_name(lines), mode) for lines in cells.lines for mode in cells.modes]
+
+
+def plain(cells: Cells) -> dict[str, Any]:
+    """As JSON has it."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(cells).items()}
 
 
 def _leg(site: Site, notes: Notes, cells: Cells, leg: str, salt: int) -> list[dict[str, Any]]:
@@ -134,8 +146,3 @@ def _cell(length: int, state: str, made: dict[str, Any]) -> dict[str, Any]:
 
 def _name(lines: Lines) -> str:
     return "all" if lines is None else str(lines)
-
-
-def _plain(cells: Cells) -> dict[str, Any]:
-    """As JSON has it."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(cells).items()}

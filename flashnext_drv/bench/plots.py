@@ -7,21 +7,24 @@ told is left out, never drawn as zero.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from .chart import Panel, chart_svg
+from .workload import PART
 
-__all__ = ["plot"]
+__all__ = ["DRAWN", "plot"]
+
+DRAWN: Final = ("workload", "matrix", "concurrent", "cache", "cold")  # what `bench` can draw
 
 Series = dict[str, list[tuple[float, float]]]
 
 
 def plot(result: Mapping[str, Any]) -> str | None:
     """The result as SVG; None for a kind that has nothing to draw."""
-    kind = result["kind"]
+    kind = result["kind"].removesuffix(PART)
     if kind in ("workload", "scaled"):
         return _workload(result)
-    if kind in ("matrix", "matrix-part"):
+    if kind == "matrix":
         return _matrix(result)
     if kind == "concurrent":
         waves = [(wave["streams"], wave["aggregate"]["decode_tokens_per_s"]) for wave in result["waves"]]

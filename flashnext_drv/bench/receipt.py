@@ -31,8 +31,8 @@ from ..drv import api
 from ..drv.context import DeviceFacts
 from ..kernels import catalog
 
-__all__ = ["FORM", "client_digest", "digest_of", "is_source", "package_digest", "receipt", "schema_problems",
-           "source_digest", "write_receipt"]
+__all__ = ["FORM", "client_digest", "client_name", "digest_of", "is_source", "package_digest", "receipt",
+           "schema_problems", "source_digest", "write_receipt"]
 
 FORM: Final = 2
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
@@ -89,6 +89,16 @@ def client_digest() -> str:
     if started.parent.name == "tools" and started.is_file():
         files.append(started)
     return digest_of((f"{path.parent.name}/{path.name}", path.read_bytes()) for path in files)
+
+
+def client_name(path: str, program: str) -> str | None:
+    """What client_digest calls a file of the repository, by its path in it; None of one that measures
+    nothing.  program: the name of what was started."""
+    parts = path.split("/")
+    measures = len(parts) == 3 and parts[:2] == ["flashnext_drv", "bench"] and path.endswith(".py")
+    if measures or path in ("flashnext_drv/cli/bench.py", f"tools/{program}"):
+        return "/".join(parts[-2:])
+    return None
 
 
 def receipt(facts: DeviceFacts, results: dict[str, Any]) -> dict[str, Any]:
@@ -149,6 +159,8 @@ def schema_problems(found: object, *, sealed: bool = False) -> list[str]:
                                          and _is(_COMMIT)(it["commit"]) and _is(_DATE)(it["sealed"]))
     out = [f"{name} is {'malformed' if name in found else 'missing'}" for name, good in wanted.items()
            if name not in found or not good(found[name])]
+    if not out and not found["device"]["is_simulator"] and "arch" not in found["kernels"]:
+        out.append("kernels lacks the images that ran")
     return out + [f"{name!r} is no field of a receipt" for name in found if name not in wanted]
 
 
@@ -177,6 +189,7 @@ def _kernels(value: object) -> bool:
         return set(value) == {"source_digest"}
     cubins, tool = value.get("cubins"), value.get("tool")
     named = isinstance(tool, Mapping) and bool(tool) and all(map(_text, [value["arch"], *tool.values()]))
+    named = named and _is(_HASH)(value.get("option_digest"))
     return named and isinstance(cubins, Mapping) and bool(cubins) and all(map(_is(_HASH), cubins.values()))
 
 

@@ -13,7 +13,18 @@ from typing import Any, Final, Protocol
 
 from ..errors import RemoteError, UsageError
 from .client import Ask, Reply, Target, get_json
-from .evidence import Verdict, ids_hash, overlap, present, problems, row, same_hash, unmeasured, verdict
+from .evidence import (
+    Verdict,
+    count,
+    ids_hash,
+    overlap,
+    present,
+    problems,
+    row,
+    same_hash,
+    unmeasured,
+    verdict,
+)
 
 __all__ = ["Control", "Notes", "Say", "Site", "find_site"]
 
@@ -159,8 +170,8 @@ def find_site(target: Target, *, vocab: int = 0, control: Control | None = None,
     told = site.status()
     site.told = told
     model = told.get("model") if isinstance(told.get("model"), dict) else {}
-    site.vocab = int(model.get("vocab") or vocab)
-    site.max_streams = int(told.get("max_streams") or 1)
+    site.vocab = count(model, "vocab") or vocab
+    site.max_streams = count(told, "max_streams") or 1
     if told.get("graphs") is False:
         site.mode = "eager"
     if not site.vocab:

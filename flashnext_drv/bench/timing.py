@@ -6,7 +6,11 @@ gaps of tokens that came in one piece are 0 and count.
 
     TTFT = first token - sent.  prefill tokens/s = prompt tokens / TTFT
     decode tokens/s = (n - 1) / (last - first)
-    ITL = gap between neighbouring tokens: its mean, its median (p50) and its 95th percentile (p95)
+    ITL = gap between neighbouring tokens as they arrive: its mean, median (p50) and 95th percentile (p95)
+
+The engine looks at its draws once in up to Limits.steps_ahead tokens, and those of one look arrive together.
+So with three or more a look most gaps are 0 and itl_p50_ms is 0 or nearly so, and itl_p95_ms is the time
+between looks; the time a token takes is itl_mean_ms alone.
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ __all__ = ["Times", "gaps_us", "middle", "percentile", "stamps_of", "times"]
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds, tokens a second, milliseconds; None where the stamps do not tell."""
+    """Seconds, tokens a second, milliseconds; None where the stamps do not tell.
+
+    itl_p50_ms, itl_p95_ms: of gaps as tokens arrive, bursts of one look included; see the module.
+    """
 
     ttft_s: float | None = None
     prefill_tokens_per_s: float | None = None

@@ -22,7 +22,7 @@ from .site import Notes, Site
 from .timing import gaps_us, middle, stamps_of, times
 
 __all__ = ["MODES", "NAME", "PART", "WORKLOAD", "Sizes", "is_workload", "join_workload",
-           "run_workload"]
+           "row_names", "run_workload"]
 
 NAME: Final = "workload"
 MODES: Final = ("graph", "eager")
@@ -81,6 +81,12 @@ def join_workload(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"kind": NAME if is_workload(sizes) else "scaled", "sizes": vars(sizes), "legs": legs,
             "verdict": verdict([*reasons, *differ]).as_dict(), "checks": checks,
             "replies": [reply for part in parts for reply in part["replies"]]}
+
+
+def row_names(mode: str, streams: int) -> list[str]:
+    """Of the replies of a mode's legs; with graphs every input runs alone, and the first once more."""
+    return [*(f"{mode} c=1 {i}" for i in range(streams + 1 if mode == "graph" else 1)),
+            *(f"{mode} c={streams}/{i}" for i in range(streams))]
 
 
 def _legs(site: Site, notes: Notes, mode: str, inputs: Sequence[Ask]) -> list[dict[str, Any]]:

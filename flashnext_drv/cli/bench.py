@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ..bench import cases, interrupt, load, matrix, workload
 from ..bench.client import Target
+from ..bench.evidence import verdict
 from ..bench.gauges import Sampler
-from ..bench.plots import plot
-from ..bench.receipt import client_digest, write_receipt
+from ..bench.plots import DRAWN, plot
+from ..bench.receipt import client_digest, schema_problems, write_receipt
+from ..bench.recheck import recheck
 from ..bench.site import Site, find_site
 from ..errors import CheckpointError, UsageError
 from ..model.layout import Limits
@@ -74,7 +76,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         size.add_argument(f"--{name}", type=_numbers, metavar="N,N,...", help=text)
     size.add_argument("--lines", type=_lines, metavar="N,...,all", help="expert lines of matrix's legs")
     size.add_argument("--modes", type=_modes, metavar="graph,eager", help="legs of workload and matrix")
-    size.add_argument("--cancels", type=float, metavar="X", help="share of load's requests (default 0.1)")
+    size.add_argument("--cancels", type=_share, metavar="X", help="share of load's requests (default 0.1)")
     size.add_argument("--rate", type=_rate, metavar="X",
                       help="load: so many requests a second at random times, "
                       "whether others have ended or not")
@@ -102,17 +104,15 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write.  Raises UsageError, RemoteError, and what opening an engine raises."""
     kinds: list[str] = args.what
+    _check_files(args, kinds)
     if args.join:
         return _join(args, kinds)
     if (args.url is None) == (args.own_pack is None):
         raise UsageError("bench needs the URL of a running server, or --pack PACK, and not both")
     if "matrix" in kinds and (args.own_pack is None or len(kinds) > 1):
         raise UsageError("matrix starts servers with other limits by itself", do="give --pack, and it alone")
-    if len(kinds) > 1:
-        if args.plot is not None:
-            raise UsageError("--plot draws one measurement")
-        if args.out is not None:
-            args.out.mkdir(parents=True, exist_ok=True)
+    if "cold" in kinds and len(args.lengths or ()) > len(cases.COLD):
+        raise UsageError("cold has so many prompts at most", prompts=len(cases.COLD))
     if args.own_pack is not None:
         return _matrix(args) if "matrix" in kinds else _own(args, kinds)
     site = find_site(Target(args.url, key=_key(args.key_file)), vocab=args.vocab, say=_say)
@@ -157,7 +157,7 @@ def _matrix(args: argparse.Namespace) -> int:
 
     result = matrix.run_matrix(serve, _cells(args)) | _served(args, plan)
     result |= {"ledger": ledger, "gauges": gauges}
-    return _give(args, "matrix", _ended(result, closed), facts[0])
+    return _give(args, "matrix", _ended(result, closed, len(facts)), facts[0])
 
 
 def _measured(
@@ -183,14 +183,19 @@ def _served(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     return {"pack": Path(args.own_pack).name, "limits": vars(plan.limits), "max_streams": plan.max_streams}
 
 
-def _ended(result: dict[str, Any], closed: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The result with what the ledgers of all engines held when they were closed."""
+def _ended(result: dict[str, Any], closed: Sequence[dict[str, Any]], servers: int = 1) -> dict[str, Any]:
+    """The result with what the ledgers of all engines held when they were closed.  servers: that were
+    started; each closes an engine or more."""
     entries = sum(one["entries"] for one in closed)
     result["ledger"] |= {"closed": {"entries": entries, "engines": len(closed)}}
-    if entries:
-        reasons = [*result["verdict"]["reasons"], f"{entries} entries were left in the ledger after the end"]
-        result["verdict"] = {"qualified": False, "reasons": reasons}
-    return result
+    against = [f"{entries} entries were left in the ledger after the end"] if entries else []
+    if len(closed) < servers:
+        against.append(f"{len(closed)} engines were seen closing, of {servers} servers")
+    return _judged_again(result, against)
+
+
+def _judged_again(result: dict[str, Any], against: Sequence[str]) -> dict[str, Any]:
+    return result | {"verdict": verdict([*result["verdict"]["reasons"], *against]).as_dict()}
 
 
 @contextmanager
@@ -303,22 +308,20 @@ def _changed(sizes: T, args: argparse.Namespace, **names: str) -> T:
 
 
 def _give(args: argparse.Namespace, kind: str, result: dict[str, Any], facts: DeviceFacts | None) -> int:
-    """Print and write a result; the exit code of its verdict."""
-    if args.plot is not None:
-        drawn = plot(result)
-        if drawn is None:
-            raise UsageError(f"{kind} has nothing to draw", do="leave --plot out")
-        args.plot.write_text(drawn, encoding="utf-8")
+    """Write and print a result; the exit code of its verdict."""
     _write(args, kind, result, facts)
-    verdict = result["verdict"]
+    if args.plot is not None:
+        with _writing(args.plot):
+            args.plot.write_text(plot(result) or "", encoding="utf-8")
+    judged = result["verdict"]
     if args.json:
         print_json(result)
     else:
-        print(f"{result['kind']}: {'qualified' if verdict['qualified'] else 'NOT qualified'}; "
+        print(f"{result['kind']}: {'qualified' if judged['qualified'] else 'NOT qualified'}; "
               + ", ".join(f"{n} {name}" for name, n in result.get("checks", {}).items()))
-        for reason in verdict["reasons"]:
+        for reason in judged["reasons"]:
             print(f"  {reason}")
-    return GOOD if verdict["qualified"] else FAILED
+    return GOOD if judged["qualified"] else FAILED
 
 
 def _write(args: argparse.Namespace, kind: str, result: dict[str, Any], facts: DeviceFacts | None) -> None:
@@ -326,11 +329,35 @@ def _write(args: argparse.Namespace, kind: str, result: dict[str, Any], facts: D
     if args.out is None:
         return
     path = args.out if len(args.what) == 1 else args.out / f"{kind}.json"
-    if facts is not None:
-        write_receipt(path, facts, result)
-        return
-    text = json.dumps({"client_digest": client_digest(), "results": result}, indent=1, sort_keys=True)
-    path.write_text(text + "\n", encoding="utf-8")
+    with _writing(path):
+        if facts is not None:
+            write_receipt(path, facts, result)
+            return
+        text = json.dumps({"client_digest": client_digest(), "results": result}, indent=1, sort_keys=True)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def _check_files(args: argparse.Namespace, kinds: Sequence[str]) -> None:
+    """Before hours of measuring: what is to be written can be.  Raises UsageError."""
+    if args.plot is not None:
+        if len(kinds) > 1:
+            raise UsageError("--plot draws one measurement")
+        if kinds[0] not in DRAWN:
+            raise UsageError(f"{kinds[0]} has nothing to draw", do="leave --plot out")
+    if args.out is not None and len(kinds) > 1:
+        with _writing(args.out):
+            args.out.mkdir(parents=True, exist_ok=True)
+    for path in (args.out if len(kinds) == 1 else None, args.plot):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise UsageError("a file in an existing folder is wanted", file=path)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError("a result cannot be written", file=path, because=str(error.strerror)) from error
 
 
 def _join(args: argparse.Namespace, kinds: Sequence[str]) -> int:
@@ -340,12 +367,25 @@ def _join(args: argparse.Namespace, kinds: Sequence[str]) -> int:
         raise UsageError("--join is for the parts of one matrix or workload")
     parts = [_part(path, kinds[0]) for path in args.join]
     own = ("form", "device", "kernels", "package_digest", "source_digest", "client_digest", "versions")
-    for path, part in zip(args.join, parts, strict=True):
-        for name in own:
-            if part.get(name) != parts[0].get(name):
-                raise UsageError("parts of other runs cannot be joined", file=path, differs=name)
-    result = joins[kinds[0]]([part["results"] for part in parts])
+    served = ("pack", "max_streams", *(("limits",) if kinds[0] == "workload" else ()))
     told = [part["results"] for part in parts]
+    for path, part in zip(args.join, parts, strict=True):
+        for name, mine, first in ((name, part.get(name), parts[0].get(name)) for name in own):
+            if mine != first:
+                raise UsageError("parts of other runs cannot be joined", file=path, differs=name)
+        for name in served:
+            if part["results"].get(name) != told[0].get(name):
+                raise UsageError("parts of other servers cannot be joined", file=path, differs=name)
+        wrong = schema_problems(part)
+        if args.out is not None and wrong:
+            raise UsageError("a part is no result that can be sealed", file=path, because=wrong[0])
+    try:
+        result = joins[kinds[0]](told)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise CheckpointError("a part lacks what is joined", because=f"{type(error).__name__}: {error}") \
+            from error
+    result = _judged_again(result, [f"part {i}: {each}" for i, one in enumerate(told)
+                                    for each in (recheck(one) if "form" in parts[0] else ())])
     result |= {name: told[0][name] for name in ("pack", "max_streams") if name in told[0]}
     result |= {"limits": [each.get("limits") for each in told],
                "gauges": [each.get("gauges") for each in told],
@@ -353,7 +393,9 @@ def _join(args: argparse.Namespace, kinds: Sequence[str]) -> int:
     if args.out is not None:
         whole = {**parts[0], "results": result, "date": max(part["date"] for part in parts),
                  "command": " && ".join(part["command"] for part in parts)}
-        args.out.write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        whole.pop("tree", None)  # of a part that was sealed: the whole is not
+        with _writing(args.out):
+            args.out.write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     args.out = None
     return _give(args, kinds[0], result, None)
 
@@ -382,9 +424,12 @@ def _key(path: Path | None) -> str:
     if path is None:
         return ""
     try:
-        return path.read_text(encoding="utf-8").strip()
+        key = path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise UsageError("the key file cannot be read", file=path, because=str(error)) from error
+    if not key.isascii() or not key.isprintable():
+        raise UsageError("the key file holds no single line of plain characters", file=path)
+    return key
 
 
 def _say(text: str) -> None:
@@ -402,6 +447,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 1 << 31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:  # nan is neither
+        raise argparse.ArgumentTypeError(f"{text!r} is no share of 0..1")
+    return value
 
 
 def _rate(text: str) -> float:

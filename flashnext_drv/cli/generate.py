@@ -69,13 +69,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "--context", type=int, metavar="N", help="tokens of cache (default: prompt and --max-new)"
     )
     add_prefill(parser)
-    add_limits(parser)
-    parser.add_argument(
-        "--graph",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="decode by replaying a captured graph",
-    )
+    add_limits(parser, switch=True)
     parser.add_argument(
         "--device", choices=("auto", "cuda", "sim"), help="default: FLASHNEXT_DRV_DEVICE, else auto"
     )
@@ -103,7 +97,6 @@ def run(args: argparse.Namespace) -> int:
     prefill = prefill_of(args, progress)
     limits = Limits(
         context_tokens=len(ids) + args.max_new if args.context is None else args.context,
-        graph=args.graph,
         **deep_limits(args),
         **memory_limits(args),
     )

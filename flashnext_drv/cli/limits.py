@@ -18,8 +18,11 @@ _SIZE: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT]I?)?B?", re.I
 _POWERS: Final = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def add_limits(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.  Sizes are bytes, or written as 16GB, 16GiB, 512MiB."""
+def add_limits(parser: argparse.ArgumentParser, *, switch: bool = False) -> None:
+    """Declare the arguments.  Sizes are bytes, or written as 16GB, 16GiB, 512MiB.
+
+    switch: also --graph and --no-graph, of commands that run either way.
+    """
     d = Limits()
     group = parser.add_argument_group("memory", "sizes: bytes, or as 16GB (10^9), 16GiB (2^30), 512MiB")
     group.add_argument("--expert-lines", type=_lines, metavar="N|all",
@@ -49,6 +52,9 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device-bytes", type=parse_size, metavar="SIZE",
                        help="count the device as this large (default: what is free)")
     graphs = parser.add_argument_group("graphs")
+    if switch:
+        graphs.add_argument("--graph", action=argparse.BooleanOptionalAction, default=d.graph,
+                            help="run rounds and chunks by replaying captured graphs")
     graphs.add_argument("--graphs", type=int, metavar="N",
                         help=f"executables kept at most, least recently used go first (default {d.graphs})")
     graphs.add_argument("--graph-floor", type=parse_size, metavar="SIZE",
@@ -78,6 +84,7 @@ def memory_limits(args: argparse.Namespace) -> dict[str, Any]:
         "host_bytes": args.host_bytes,
         "host_reserve_bytes": args.host_reserve,
         "device_bytes": args.device_bytes,
+        "graph": getattr(args, "graph", None),
         "graphs": args.graphs,
         "graph_floor_bytes": args.graph_floor,
         "graph_after": args.graph_after,

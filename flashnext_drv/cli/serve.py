@@ -142,13 +142,7 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="prompt rows between two rounds while others decode (default: the scheduler's)",
     )
     add_prefill(parser)
-    add_limits(parser)
-    parser.add_argument(
-        "--graph",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="run rounds by replaying captured graphs",
-    )
+    add_limits(parser, switch=True)
     parser.add_argument(
         "--device", choices=("auto", "cuda", "sim"), help="default: FLASHNEXT_DRV_DEVICE, else auto"
     )
@@ -332,12 +326,7 @@ def _limits(args: argparse.Namespace, pack: PackBase) -> Limits:
         raise UsageError("--context is longer than the model's positions", context=context, positions=most)
     fields = {**deep_limits(args), **memory_limits(args)}
     fields["rows"] = max(fields["rows"], min(args.max_streams, 16))
-    return Limits(
-        context_tokens=context,
-        sequences=args.max_streams,
-        graph=args.graph,
-        **fields,
-    )
+    return Limits(context_tokens=context, sequences=args.max_streams, **fields)
 
 
 def _model(args: argparse.Namespace, pack: PackBase, limits: Limits) -> Model:

@@ -28,7 +28,8 @@ class Job:
 
     sequence: once admitted.  prompt: while it runs.  logits: (V,) float32 of the row last drawn from, where
     wanted.  counted: by the names of Generation.counters; None when they were lost.  decoded: tokens drawn
-    in decode visits.  live_min, live_max: sequences in those.
+    in decode visits.  live_min, live_max: sequences in those.  ends: why, and with which error, once its last
+    token was drawn.
     """
 
     ticket: Ticket
@@ -44,6 +45,7 @@ class Job:
     decoded: int = 0
     live_min: int = 0
     live_max: int = 0
+    ends: tuple[Finish, BaseException | None] | None = None
 
     @property
     def request(self) -> Request:

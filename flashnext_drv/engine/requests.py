@@ -109,13 +109,17 @@ class Reply:
 
 @dataclass(eq=False)
 class Ticket:
-    """A request that was taken.  tag: the caller's own.  reply: once state is "done"."""
+    """A request that was taken.
+
+    tag: the caller's own.  reply: once state is "done".  stopped, cancelled: by Scheduler.stop and cancel.
+    """
 
     id: int
     request: Request
     tag: object = None
     state: _State = "queued"
     reply: Reply | None = None
+    stopped: bool = False
     cancelled: bool = False
 
 

@@ -1,13 +1,13 @@
 """Continuous batching: several requests at a time over one engine, each with the tokens it has alone.
 
     submit -> queue -> slot and pages -> prompt, chunk by chunk -> decode visits of all -> done
-    step()    sweep cancelled | admit | one chunk of prompts | one visit of decoding sequences
+    step()    sweep | admit | one chunk of prompts | sweep | one visit of decoding sequences | sweep
 
 Driven by the server's engine thread, or by any program that calls `step` until `idle`.  One thread drives;
-`submit`, `cancel`, `drain`, `abort` and `stats` may be called from any.  What must stay true: requests are
-admitted in the order they came, each with the pages of all the tokens it may come to hold, so nobody is put
-out again; an error ends the requests that were in the launch and no other; whatever ends a request, its slot
-and pages go back at once.
+`submit`, `stop`, `cancel`, `drain`, `abort` and `stats` may be called from any.  What must stay true:
+requests are admitted in the order they came, each with the pages of all the tokens it may come to hold, so
+nobody is put out again; an error ends the requests that were in the launch and no other; whatever ends a
+request, its slot and pages go back at once.
 """
 
 from __future__ import annotations
@@ -133,6 +133,14 @@ class Scheduler(Owner):
             self._events.append((ticket, Event("queued", prompt_total=len(request.ids))))
         return ticket
 
+    def stop(self, ticket: Ticket) -> None:
+        """End a ticket with "stop": the tokens told so far are all that is wanted.
+
+        Called from on_event, it ends behind the visit that made the event, also where that was to end it
+        otherwise.
+        """
+        ticket.stopped = True
+
     def cancel(self, ticket: Ticket) -> None:
         """End a ticket with the next step, whatever it is doing; nothing when it is done."""
         ticket.cancelled = True
@@ -156,7 +164,7 @@ class Scheduler(Owner):
         """
         self.require_open()
         done = self._deliver()
-        for part in (self._sweep, self._admit, self._prompt, self._decode):
+        for part in (self._sweep, self._admit, self._prompt, self._sweep, self._decode, self._sweep):
             try:
                 done = part() or done
             except BaseException as error:  # between the launch and its bookkeeping: no state is known
@@ -193,19 +201,29 @@ class Scheduler(Owner):
         self._events.append((job.ticket, event))
 
     def _sweep(self) -> bool:
-        """End what was cancelled, and what a round that was interrupted left behind."""
+        """End what is complete or cancelled, and what a round that was interrupted left behind."""
+        complete = self._end_complete()
         with self._lock:
             jobs = list(self._jobs.values())
         if self._broken or self._rank.ctx.broken:
             self._end_all()
-            return bool(jobs)
+            return complete or bool(jobs)
         cancelled = [job for job in jobs if job.ticket.cancelled]
         for job in cancelled:
             self._finish(job, "cancelled")
         failed = [job for job in self._live if job.interrupted]
         for job in failed:
             self._finish(job, "error", FlashNextError("the request was interrupted", because=job.interrupted))
-        return bool(cancelled or failed)
+        return bool(complete or cancelled or failed)
+
+    def _end_complete(self) -> bool:
+        """End what has its last token.  Only after that was told: who hears it may find the text complete."""
+        with self._lock:
+            jobs = [job for job in self._jobs.values() if job.ends or job.ticket.stopped]
+        for job in jobs:
+            finish, error = ("stop", None) if job.ticket.stopped or job.ends is None else job.ends
+            self._finish(job, finish, error)
+        return bool(jobs)
 
     def _admit(self) -> bool:
         """Give the first in the queue slot and pages, as long as there are; nobody overtakes it."""
@@ -331,7 +349,7 @@ class Scheduler(Owner):
         return found
 
     def _take(self, job: Job, drawn: list[int], at: float, error: ContractError | None) -> None:
-        """New tokens of a visit, and perhaps the end of the request."""
+        """New tokens of a visit, and perhaps why the request ends with them."""
         request = job.request
         tokens = tuple(Token.of(token, job.logits, request.logprobs or 0, at) for token in drawn)
         job.logits = None
@@ -342,11 +360,11 @@ class Scheduler(Owner):
                 self._totals.new_tokens += len(tokens)
             self._tell(job, Event("tokens", tokens))
         if error is not None:
-            self._finish(job, "error", error)
+            job.ends = ("error", error)
         elif drawn[-1] in request.stop_ids:
-            self._finish(job, "stop")
+            job.ends = ("stop", None)
         elif len(job.tokens) >= request.max_new_tokens:
-            self._finish(job, "length")
+            job.ends = ("length", None)
         elif job.sequence is not None:
             job.sequence.extend(drawn[-1:])
 
@@ -372,7 +390,7 @@ class Scheduler(Owner):
             self._queue = deque(each for each in self._queue if each is not job)
             self._live = [each for each in self._live if each is not job]
             self._totals.finished[finish] = self._totals.finished.get(finish, 0) + 1
-            if finish in ("length", "stop"):
+            if finish in ("length", "stop") and "admitted" in job.stamps:
                 took = job.stamps["done"] - job.stamps["admitted"]
                 self._service_seconds = took if not self._service_seconds else (
                     0.8 * self._service_seconds + 0.2 * took)
@@ -413,7 +431,8 @@ class Scheduler(Owner):
         self._deliver()
 
     def _end_all(self) -> None:
-        """Cancelled, or with the error that broke the context."""
+        """Cancelled, or with the error that broke the context; but what is complete as that."""
+        self._end_complete()
         self._broken = why = self._broken or self._rank.ctx.broken
         error = ContextLost("step", because=why, do="close the engine and open it anew") if why else None
         with self._lock:

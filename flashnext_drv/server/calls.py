@@ -13,6 +13,7 @@ White space between tags does not count; one line break at each end of a value d
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Final
@@ -212,7 +213,13 @@ def _typed(value: str, function: Mapping[str, Any], key: str) -> Any:
 
 
 def _loads(text: str) -> Any:
-    return json.loads(text, parse_constant=_no_constant)
+    return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    """JSON's numbers have no bounds, but what is read as infinite cannot be written again."""
+    value = float(text)
+    return value if math.isfinite(value) else _no_constant(text)
 
 
 def _no_constant(name: str) -> Any:

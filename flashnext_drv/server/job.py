@@ -15,17 +15,18 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from ..engine.engine import token_sha256
 from ..engine.requests import Event, Reply, Request, Ticket, Token
 from .metrics import Metrics
 from .parse import Delta, ReplyStream
 from .wire import Gone
-from .worker import Worker
+from .worker import Ends, Worker
 
 __all__ = ["Job", "Piece"]
 
+_END_S: Final = 5.0
 _REASONS = {"cancelled": "abort", "tool_calls": "stop"}  # of a reply's end -> vLLM's word
 
 
@@ -48,8 +49,8 @@ class Piece:
 class Job:
     """A request that was submitted.
 
-    stream: its text side.  watch: text may end it, so it is looked at on the engine thread and the request is
-    cancelled before the next visit.
+    stream: its text side.  watch: text may end it, so it is looked at on the engine thread, and the request
+    then ends with its visit.
     reply: once complete: as the client is told it, tokens behind a stop string left out and hashed without
     them.  finish: "stop", "length", "tool_calls", "cancelled" or "error".  error: what failed.
     """
@@ -75,6 +76,7 @@ class Job:
         self._ticket: Ticket | None = None
         self._finish_text = ""  # the reply's end as its text tells it
         self._closing = False
+        self._end: asyncio.Task[None] | None = None  # the loop itself holds no task
 
     def submit(self) -> None:
         """Queue it.  Raises what Worker.submit raises."""
@@ -104,10 +106,19 @@ class Job:
         return piece
 
     async def close(self) -> None:
-        """Cancel what still runs and take in its end; texts are not made any more."""
+        """Cancel what still runs and take in its end; texts are not made any more.
+
+        An engine that does not come to the end of its step is not waited for: the end is taken in when it
+        comes.
+        """
         self._closing = True
         self.cancel()
-        while self._ticket is not None and not self.finish:
+        if self._ticket is not None and not self.finish:
+            self._end = asyncio.create_task(self._take_end())
+            await asyncio.wait((self._end,), timeout=_END_S)
+
+    async def _take_end(self) -> None:
+        while not self.finish:
             await self._next(60.0)
 
     async def _next(self, seconds: float) -> Piece | None:
@@ -131,22 +142,23 @@ class Job:
 
     # On the engine thread.
 
-    def _sink(self, event: Event) -> bool:
-        enough = False
-        piece = None
+    def _sink(self, event: Event) -> Ends:
+        piece: Piece | None = None
+        ends: Ends = ""
         if self._watch:
             try:
                 piece = self._piece(event)
             except Exception as error:  # of ours: this request fails, the thread goes on
-                self.error, enough = error, True
+                self.error, ends = error, "cancelled"
                 piece = Piece(event.kind, end=event.kind == "done")
-            enough = enough or self.stream.stopped
+            else:
+                ends = "stop" if self.stream.stopped else ""
         self._inbox.append((event, piece))
         if not self._told:
             self._told = True
             with suppress(RuntimeError):  # the loop has ended: nobody waits
                 self._loop.call_soon_threadsafe(self._news.set)
-        return enough
+        return ends
 
     # On either.
 
@@ -171,7 +183,7 @@ class Job:
 
     def _ended(self, event: Event, piece: Piece) -> Piece:
         reply = event.reply
-        if not self.stream.stopped:  # what went wrong behind a reply's end is none of its business
+        if reply is None or not self.stream.stopped:  # what went wrong behind its end is not its business
             self.error = self.error or event.error
         finish = self._finish_text or ("error" if reply is None else reply.finish)
         self.finish = "error" if self.error is not None else finish

@@ -4,7 +4,8 @@ Called by server/wire.py for every request and by cli/serve.py.  What must stay 
 or compared but as its digest; the time of a look-up does not depend on which key was right, or whether one
 was.
 
-A line of the file is a digest in hex and, behind a space, a name for the logs; # begins a comment.
+A line of the file is a digest in hex and, behind a space, a name for the logs; # begins a comment.  A key
+without a name is called by its digest, whatever line it is on: requests may outlive a reading of the file.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Keys:
                     do="write 64 hex digits and, if wanted, a name; "
                     "`flashnext-drv serve --api-keys FILE --add-key NAME` adds a fresh key",
                 )
-            entries.append((found[1].lower(), found[2] or f"line-{number}"))
+            digest = found[1].lower()
+            entries.append((digest, found[2] or f"sha256-{digest[:12]}"))
         if not entries:
             raise UsageError(
                 "the file of API keys holds none",
@@ -93,8 +95,10 @@ def add_key(path: Path, name: str) -> str:
         raise UsageError("a key's name is 1 to 64 letters, digits or ._@-", value=name)
     key = f"fn-{secrets.token_urlsafe(32)}"
     try:
-        with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", encoding="utf-8") as out:
-            out.write(f"{key_digest(key)} {name}\n")
+        with open(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "a+b") as out:
+            out.seek(max(0, out.seek(0, os.SEEK_END) - 1))
+            begin = "\n" if out.read() not in (b"", b"\n") else ""  # the last line may not be ended
+            out.write(f"{begin}{key_digest(key)} {name}\n".encode())
     except OSError as error:
         raise UsageError(
             "the file of API keys cannot be written", file=str(path), because=error.strerror or str(error)

@@ -197,8 +197,7 @@ class _Engine:
             )
         finished = CounterMetricFamily(
             "flashnext:scheduler_finished",
-            "Requests that ended, by why, as the "
-            "scheduler tells it: one that a stop string ended counts as cancelled.",
+            "Requests that ended, by why, as the scheduler tells it.",
             labels=("finish",),
         )
         for name, value in stats.finished.items():

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..errors import CheckpointError, UsageError
 
-__all__ = ["ChatTemplate"]
+__all__ = ["ChatTemplate", "packages_missing"]
 
 _GIVEN: Final = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"))
 _TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -36,11 +36,7 @@ class ChatTemplate:
             from jinja2 import meta
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError as error:
-            raise CheckpointError(
-                "the server's packages are not installed",
-                because=str(error),
-                do="pip install 'flashnext_drv[server]'",
-            ) from error
+            raise packages_missing(error) from error
         env = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -84,6 +80,12 @@ class ChatTemplate:
                 "the chat template cannot be applied to the messages",
                 because=f"{type(error).__name__}: {error}",
             ) from error
+
+
+def packages_missing(error: ImportError) -> CheckpointError:
+    """What a pack with a text side raises where the extra `server` is not installed."""
+    return CheckpointError("the server's packages are not installed", because=str(error),
+                           do="pip install 'flashnext_drv[server]'")
 
 
 def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import CheckpointError, UsageError
-from .template import ChatTemplate
+from .template import ChatTemplate, packages_missing
 
 __all__ = ["Detokenizer", "TextModel"]
 
@@ -57,13 +57,11 @@ class TextModel:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise CheckpointError(
-                "the server's packages are not installed",
-                because=str(error),
-                do="pip install 'flashnext_drv[server]'",
-            ) from error
+            raise packages_missing(error) from error
         try:
             self._tokenizer = Tokenizer.from_str(tokenizer_json)
+            self._tokenizer.no_truncation()  # files carry what their trainer used; a prompt is never cut
+            self._tokenizer.no_padding()
             byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer_json).get("decoder"))
             added = self._tokenizer.get_added_tokens_decoder()
             vocab = self._tokenizer.get_vocab(with_added_tokens=True)

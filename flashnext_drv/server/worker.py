@@ -2,7 +2,7 @@
 
     HTTP tasks                         engine thread
     submit, cancel, stats  ----------> Scheduler (its own short lock), wake
-    sink(event) -> enough  <---------- on_event, inside step(): must return at once
+    sink(event) -> ends    <---------- on_event, inside step(): must return at once
 
 Made by cli/serve.py and by programs that embed the server; used by server/app.py from the event loop.  What
 must stay true: nobody but this thread touches the engine; it waits for no client and for no other thread but
@@ -17,17 +17,18 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from ..engine.engine import Engine
 from ..engine.requests import Event, Request, SchedulerStats, Ticket
 from ..engine.scheduler import Scheduler
-from ..errors import Cancelled, ContextLost, Draining
+from ..errors import Cancelled, ContextLost, Draining, UsageError
 
-__all__ = ["CLOSED", "DRAINING", "FAILED", "LOADING", "READY", "STATES", "Loading", "Sink", "Worker"]
+__all__ = ["CLOSED", "DRAINING", "FAILED", "LOADING", "READY", "STATES", "Ends", "Loading", "Sink", "Worker"]
 
 T = TypeVar("T")
-Sink = Callable[[Event], bool]  # True: this request has enough, cancel it
+Ends = Literal["", "stop", "cancelled"]  # how a request is to end now; "": it goes on
+Sink = Callable[[Event], Ends]
 Loading = tuple[str, int, int]  # what is being loaded, bytes done, bytes of all
 Opener = Callable[[Callable[[str, int, int], None]], AbstractContextManager[Engine]]
 
@@ -83,7 +84,7 @@ class Worker:
         return self.state == READY
 
     def submit(self, request: Request, sink: Sink) -> Ticket:
-        """Queue a request; `sink` gets its events, "done" last, and returns at once whether it has enough.
+        """Queue a request; `sink` gets its events, "done" last, and returns at once how it is to end now.
 
         Raises what Scheduler.submit raises, and Draining while the engine is not ready.
         """
@@ -93,12 +94,12 @@ class Worker:
         self._sinks.add(sink)  # events may come before submit returns
         try:
             ticket = scheduler.submit(request, tag=sink)
-        except BaseException:
+        except BaseException as error:
             self._sinks.discard(sink)
+            if isinstance(error, UsageError) and self.state != READY:  # it was closed since the look above
+                raise Draining(f"the engine is {self.state}") from error
             raise
         self._wake.set()
-        if self.state in (FAILED, CLOSED):  # the thread ended meanwhile and may have missed this one
-            self._give_up(self.error)
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -177,6 +178,8 @@ class Worker:
             self.error, self.state = failure, CLOSED if failure is None else FAILED
             asked, self._asked = list(self._asked), deque()
         for future, _ in asked:
+            if not future.set_running_or_notify_cancel():  # who asked waits no longer
+                continue
             future.set_exception(Draining(f"the engine is {self.state}"))
         self._settled.set()
         self._give_up(failure)
@@ -241,8 +244,11 @@ class Worker:
         if event.kind == "done":
             self._sinks.discard(sink)
             sink(event)
-        elif sink(event) and self._scheduler is not None:
-            self._scheduler.cancel(ticket)
+        elif (ends := sink(event)) and self._scheduler is not None:
+            if ends == "stop":
+                self._scheduler.stop(ticket)
+            else:
+                self._scheduler.cancel(ticket)
 
     def _give_up(self, error: BaseException | None) -> None:
         """Whoever still waits is told that nothing more comes."""

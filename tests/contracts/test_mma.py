@@ -41,6 +41,34 @@ def test_simulator_follows_the_generation_it_is_told(check_device: Give, kernel:
         control.set_generation("sm_90")
 
 
+def one_special(bf16: bool, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tiles with one infinity or NaN each: in a row, a column or an accumulator.  Some columns are zeros."""
+    a, b, c = mma_model.operands("normal", bf16, n, 1)
+    b[:, ::3] = 0
+    specials = (0x7F80, 0xFF80, 0x7FC0, 0xFFC1) if bf16 else (0x7C00, 0xFC00, 0x7E00, 0xFE01)
+    for i in range(n):
+        row, col, k, special = 5 * i % 16, 3 * i % 8, 7 * i % 16, specials[i // 3 % 4]
+        if i % 3 == 0:
+            a[i, row, k] = special
+        elif i % 3 == 1:
+            b[i, col, k] = special
+        else:
+            c[i, row, col] = (np.inf, -np.inf, np.nan, -np.nan)[i // 3 % 4]
+    return a, b, c
+
+
+@pytest.mark.parametrize("kernel", [spec.name for spec in SPECS])
+def test_what_is_no_number_spoils_its_own_row_or_column(
+    check_device: Give, monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    case = next(c for k, c in ALL if k == kernel and c.name == "nans")
+    a, b, c = one_special(kernel.endswith("bf16"), 24)
+    monkeypatch.setattr(mma_model, "operands", lambda *_: (a, b, c))
+    d = contract.run_case(check_device("probe"), kernel, case).outputs["d"]
+    bad = (~np.isfinite(d)).sum((1, 2))
+    assert set(bad[0::3]) == {8} and set(bad[1::3]) == {16} and set(bad[2::3]) == {1}
+
+
 @pytest.mark.parametrize("kernel", [spec.name for spec in SPECS])
 def test_order_of_lanes_does_not_matter(
     check_device: Give, kernel: str, in_any_order: Callable[..., None]

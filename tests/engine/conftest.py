@@ -121,6 +121,10 @@ class Run:
     state: dict[str, np.ndarray]
     tokens: list[int]
 
+    def greedy(self, n_ids: int) -> list[int]:
+        """The one token that is drawn after the first n_ids ids."""
+        return [int(self.logits[n_ids - 1].argmax())]
+
     def differs(self, other: Run) -> list[str]:
         """What is not byte for byte the same, in words; empty when all is."""
         rows = [i for i, (a, b) in enumerate(zip(self.logits, other.logits, strict=True))
@@ -172,7 +176,8 @@ def deep_engine(micro: Path, device: str) -> Iterator[Engine]:
         yield opened
 
 
-@pytest.fixture(scope="module")
-def serial_run(deep_engine: Engine) -> Run:
+@pytest.fixture(scope="session")
+def serial_run(micro: Path, device: str) -> Run:
     """prompts.IDS by serial decode, one row a launch."""
-    return run_prompt(deep_engine, prompts.IDS, prompts.SERIAL, n_new=prompts.N_NEW)
+    with Engine.open(micro, Limits(context_tokens=192, deep="off"), device=device) as engine:
+        return run_prompt(engine, prompts.IDS, prompts.SERIAL, n_new=prompts.N_NEW)

@@ -62,18 +62,18 @@ def test_text_output_has_the_same_tokens(device: str) -> None:
 
 
 def test_ways_of_running_a_prompt_print_the_same_tokens(device: str) -> None:
-    ids = ("--ids", ",".join(str(37 * i % 512) for i in range(40)), "--max-new", "2", "--no-stop")
+    ids = ("--ids", ",".join(str(37 * i % 512) for i in range(20)), "--max-new", "2", "--no-stop")
     ways = {
-        ("--serial",): (0, 0, 40), ("--no-deep", "--chunk", "9"): (0, 40, 0),
-        ("--deep-rows", "4"): (40, 0, 0), ("--deep-rows", "4", "--chunk", "19"): (38, 2, 0)}
+        ("--serial",): (0, 0, 20), ("--no-deep", "--chunk", "9"): (0, 20, 0),
+        ("--deep-rows", "4"): (20, 0, 0), ("--deep-rows", "4", "--chunk", "9"): (18, 2, 0)}
     found = {way: generate(device, *ids, *way) for way in ways}
     for way, rows in ways.items():
         counters = found[way]["counters"]
         assert tuple(counters[f"{path}_rows"] for path in ("deep", "batched", "serial")) == rows, way
     assert len({each["sha256"] for each in found.values()}) == 1
     assert found[("--deep-rows", "4")]["memory"]["deep"]["rows"] == 128
-    done = command(device, "generate", PACK, *ids, "--deep-rows", "4", "--chunk", "19")
-    assert "paths    38 deep, 2 batched, 0 serial rows; 2 deep chunks of up to 19" in done.stdout
+    done = command(device, "generate", PACK, *ids, "--deep-rows", "4", "--chunk", "9")
+    assert "paths    18 deep, 2 batched, 0 serial rows; 2 deep chunks of up to 9" in done.stdout
     assert "deep pass: 128 rows a chunk; largest spans" in done.stdout and "no deep" not in done.stdout
     done = command(device, "generate", PACK, *ids, "--no-deep")
     assert "no deep  Limits.deep is off" in done.stdout
@@ -85,10 +85,10 @@ def test_memory_settings_change_no_token_and_are_what_plan_prints(device: str) -
                 "--ngram", "mapped", "--ring-depth", "2", "--ring-lines", "3", "--no-ring-prefetch",
                 "--deep-rows", "4", "--server-reserve", "2MiB", "--host-reserve", "512MiB",
                 "--host-bytes", "1GiB")
-    ids = ("--ids", ",".join(str(37 * i % 512) for i in range(40)), "--max-new", "4", "--no-stop")
+    ids = ("--ids", ",".join(str(37 * i % 512) for i in range(20)), "--max-new", "4", "--no-stop")
     found = generate(device, *ids, *settings)
-    assert found["tokens"] == generate(device, *ids)["tokens"] and found["counters"]["deep_rows"] == 40
-    done = command(device, "plan", PACK, "--json", "--context", "44", *settings, "--device-memory", "1GB")
+    assert found["tokens"] == generate(device, *ids)["tokens"] and found["counters"]["deep_rows"] == 20
+    done = command(device, "plan", PACK, "--json", "--context", "24", *settings, "--device-memory", "1GB")
     assert done.returncode == report.GOOD, done.stderr
     planned = json.loads(done.stdout)
     assert planned["lines"]["observed"] == 5 and planned["ring"] == {"banks": 2, "lines": 3}
@@ -104,17 +104,17 @@ def test_memory_settings_change_no_token_and_are_what_plan_prints(device: str) -
 
 def test_logits_do_not_depend_on_the_way(device: str, tmp_path: Path) -> None:
     ids = tmp_path / "ids.json"
-    ids.write_text(json.dumps([37 * i % 512 for i in range(40)]))
+    ids.write_text(json.dumps([37 * i % 512 for i in range(20)]))
     hashes = set()
-    ways = (("--serial",), ("--no-deep", "--expert-lines", "2"), ("--deep-rows", "4", "--chunk", "30"))
+    ways = (("--serial",), ("--no-deep", "--expert-lines", "2"), ("--deep-rows", "4", "--chunk", "15"))
     for i, way in enumerate(ways):
         done = command(device, "logits", PACK, "--ids-file", str(ids), "--out", str(tmp_path / f"{i}.npz"),
-                       "--rows", "3:5,20:40", "--json", *way)
+                       "--rows", "3:5,10:20", "--json", *way)
         assert done.returncode == report.GOOD, done.stderr
         found = json.loads(done.stdout)
         hashes.add(found["sha256"])
-        assert sum(found["counters"][f"{path}_rows"] for path in ("deep", "batched", "serial")) == 40
-        assert found["counters"]["deep_rows"] == (40 if i == 2 else 0) and found["tokens_per_s"] > 0
+        assert sum(found["counters"][f"{path}_rows"] for path in ("deep", "batched", "serial")) == 20
+        assert found["counters"]["deep_rows"] == (20 if i == 2 else 0) and found["tokens_per_s"] > 0
     assert len(hashes) == 1
 
 

@@ -12,7 +12,8 @@ import pytest
 from flashnext_drv.engine.engine import Engine, Limits, Sampling
 
 pytestmark = pytest.mark.sim
-IDS = [3, 7, 250, 12, 12, 400, 9, 77, 500, 1, 7, 33, 64, 5, 88, 301, 2, 41, 90, 7, 6, 5, 4, 3]
+IDS = [3, 7, 250, 12, 12, 400, 9, 77, 500, 1, 7, 33, 64, 5, 88, 301, 2]  # more than a launch's 16 rows
+LONG = [(i * 37 + 11) % 512 for i in range(134)]  # in three pages
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +47,22 @@ def test_row_among_other_sequences_equals_row_alone(
             assert logits.tobytes() == oracle[i_row : i_row + 1].tobytes(), f"row {i_row}"
 
 
+@pytest.fixture(scope="module")
+def expected(micro: Path, device: str) -> bytes:
+    """Of the last ten rows of LONG, pages in rising order."""
+    with Engine.open(micro, Limits(context_tokens=512, rows=16, prompt_rows=16), device=device) as engine:
+        return engine.logits(LONG, rows=(124, 134)).tobytes()
+
+
 @pytest.mark.parametrize("page_order", ["reversed", "shuffled:5"])
-def test_page_order_does_not_change_bytes(open_micro: Callable[..., Engine], page_order: str) -> None:
-    ids = [(i * 37 + 11) % 512 for i in range(150)]
-    with open_micro(rows=16, prompt_rows=16) as engine:
-        expected = engine.logits(ids, rows=(140, 150))
+def test_page_order_does_not_change_bytes(
+    open_micro: Callable[..., Engine], expected: bytes, page_order: str
+) -> None:
     limits = {"rows": 16, "prompt_rows": 16, "page_order": page_order, "sequences": 2}
     with open_micro(**limits) as engine, engine.sequence() as other:
-        other.extend(ids[::-1])
+        other.extend(LONG[::-1])
         engine.rank.pages.reserve(other.i_slot, 200)
-        assert engine.logits(ids, rows=(140, 150)).tobytes() == expected.tobytes()
+        assert engine.logits(LONG, rows=(124, 134)).tobytes() == expected
 
 
 def test_slot_used_before_gives_the_same_bytes(open_micro: Callable[..., Engine], oracle: np.ndarray) -> None:

@@ -23,7 +23,7 @@ from . import prompts
 from .test_pack_forms import NGRAM, write
 
 pytestmark = pytest.mark.sim
-IDS, N_NEW = prompts.IDS[:47], 3
+IDS, N_NEW = prompts.IDS[:26], 3
 LIMITS: dict[str, Any] = {"context_tokens": 96, "rows": 4, "prompt_rows": 4, "sequences": 2, "deep_rows": 2}
 
 
@@ -78,7 +78,7 @@ def test_serial_and_batched_rounds(
 
 def test_chunks_of_the_deep_pass(mapped: Engine, pinned_run: Any, prompt_run: Callable[..., Any]) -> None:
     before = mapped.prompts.deep_rows
-    for chunk, cuts in ((None, ()), (20, ()), (17, (9, 30))):
+    for chunk, cuts in ((None, ()), (11, ()), (9, (5, 16))):
         assert not pinned_run.differs(prompt_run(mapped, IDS, prompts.deep(chunk=chunk), cuts, N_NEW))
     assert mapped.prompts.deep_rows == before + 3 * len(IDS)
 
@@ -87,7 +87,7 @@ def test_two_sequences_together(mapped: Engine, pinned_run: Any) -> None:
     """In the rows of one round, and in one chunk, a sequence's rows stay its own."""
     for prefill in (prompts.deep(deep=False), prompts.deep()):
         with mapped.sequence() as one, mapped.sequence() as two:
-            one.extend(prompts.LONG[:21])
+            one.extend(prompts.LONG[:15])
             two.extend(IDS)
             asked = [Prompt(one), Prompt(two, draw=True)]
             run_prompts(mapped.rank, asked, prefill, mapped.prompts)
@@ -130,7 +130,7 @@ def test_a_pack_that_loses_rows_while_in_use(
         whole = prompt_run(engine, IDS, prompts.deep(deep=False), n_new=1)
         with engine.sequence() as sequence:
             for i, prefill in enumerate((prompts.deep(), prompts.deep(deep=False), prompts.SERIAL)):
-                sequence.extend(IDS[15 * i : 15 * (i + 1) if i < 2 else None])
+                sequence.extend(IDS[9 * i : 9 * (i + 1)])
                 if loss == "vanishes":
                     file.unlink()
                 else:

@@ -87,8 +87,8 @@ def test_driver_refuses_the_buffers_at_open(
         assert opened.rank.deep is None and f"{call}(" in opened.rank.deep_refused
         assert "deep" not in opened.ledger.live("device")
         assert "deep.staging" not in opened.ledger.live("pinned")
-        reply = opened.generate(IDS, max_new_tokens=1, stop_ids=(), prefill=deep())
-        assert reply.tokens == oracle.tokens[:1] and reply.counters["deep_refusals"] == 1
+        reply = opened.generate(IDS[:24], max_new_tokens=1, stop_ids=(), prefill=deep())
+        assert reply.tokens == oracle.greedy(24) and reply.counters["deep_refusals"] == 1
 
 
 def test_driver_refuses_the_buffers_at_a_request(
@@ -99,12 +99,13 @@ def test_driver_refuses_the_buffers_at_a_request(
     with Engine.open(micro, limits, device=device) as opened:
         assert opened.rank.deep is None and not opened.rank.deep_refused
         assert "no prompt has asked for it" in opened.memory().table()
-        assert opened.generate(IDS, max_new_tokens=1, prefill=Prefill(deep=False)).counters["deep_rows"] == 0
+        reply = opened.generate(IDS[:24], max_new_tokens=1, prefill=Prefill(deep=False))
+        assert reply.counters["deep_rows"] == 0
         for call, code in (("cuMemAlloc", 2), ("cuMemHostAlloc", 2), ("cuEventCreate", 1)):
             with faults.fail_nth(1, code, only=call):  # a second try would succeed: there is none
-                reply = opened.generate(IDS, max_new_tokens=1, stop_ids=(), prefill=deep(chunk=40))
-            assert reply.tokens == oracle.tokens[:1]
-            assert (reply.counters["deep_refusals"], reply.counters["batched_rows"]) == (3, 83)
+                reply = opened.generate(IDS[:24], max_new_tokens=1, stop_ids=(), prefill=deep(chunk=11))
+            assert reply.tokens == oracle.greedy(24)
+            assert (reply.counters["deep_refusals"], reply.counters["batched_rows"]) == (3, 24)
             assert f"{call}(" in opened.rank.deep_refused and f"{call}(" in opened.memory().table()
             assert "deep" not in opened.ledger.live("device")
         reply = opened.generate(IDS, max_new_tokens=N_NEW, stop_ids=(), prefill=deep())

@@ -13,7 +13,7 @@ from flashnext_drv.engine.round import Window, run_round
 from flashnext_drv.model.synth import SynthPack
 from flashnext_drv.sim import control
 
-PROMPT = [(i * 2654435761 + 12345) % (1 << 32) % 512 for i in range(13)]
+PROMPT = [(i * 2654435761 + 12345) % (1 << 32) % 512 for i in range(9)]
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def seeds(device: str) -> Iterator[list[int]]:
     control.set_seed(before)
 
 
-def decode(engine: Engine, n_tokens: int = 4) -> bytes:
+def decode(engine: Engine, n_tokens: int = 3) -> bytes:
     """Logits of a prompt's last row and of each token after it."""
     rank = engine.rank
     rows = []

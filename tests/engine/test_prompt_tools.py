@@ -26,6 +26,7 @@ def test_bench_prefill_runs_to_its_end(
 ) -> None:
     out, svg = tmp_path / "out.json", tmp_path / "curve.svg"
     monkeypatch.setattr(bench_prefill, "SLOWER", float("inf"))  # no clock decides here
+    monkeypatch.setattr(bench_prefill, "SHORT_PROMPT", 18)
     monkeypatch.setattr(sys, "argv", [
         "bench_prefill.py", "--pack", str(micro), "--device", device, "--tokens", "45", "--chunk", "32",
         "--deep-rows", "2", "--repeats", "1", "--profile", "--curve", "8,40", "--svg", str(svg),
@@ -47,7 +48,7 @@ def test_bench_prefill_runs_to_its_end(
 def equality(monkeypatch: pytest.MonkeyPatch, micro: Path, device: str, out: Path, *more: str) -> int:
     monkeypatch.setattr(sys, "argv", [
         "prompt_equality.py", "--pack", str(micro), "--device", device, "--tokens", "37", "--chunks", "16,64",
-        "--rows", "12", "--deep-rows", "2", "--out", str(out), *more])
+        "--rows", "12", "--deep-rows", "2", "--new-tokens", "5", "--out", str(out), *more])
     return prompt_equality.main()
 
 
@@ -60,7 +61,7 @@ def test_prompt_equality_passes_and_says_what_it_compared(
                     "9") == 0
     assert "PASS 4 cases, 0 differ" in capsys.readouterr().out
     run = json.loads(out.read_text())["results"]["runs"][0]
-    assert len(run["serial"]["tokens"]) == 24 and run["serial"]["n_rows"] == 12
+    assert len(run["serial"]["tokens"]) == 5 and run["serial"]["n_rows"] == 12
     assert [case["rows_compared"] for case in run["cases"]] == [9, 12, 12, 12]
     assert [case["deep_rows"] for case in run["cases"][:3]] == [0, 37, 37]
 

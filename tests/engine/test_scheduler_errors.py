@@ -242,6 +242,30 @@ def test_a_listener_that_raises_loses_no_event(engine: Engine, alone: dict[int, 
     assert tuple(token.id for _, event in told for token in event.tokens) == alone[4]
 
 
+@pytest.mark.parametrize("most", (3, 5, 6))
+def test_a_listener_that_stops_ends_the_visit_with_stop(
+    engine: Engine, alone: dict[int, tuple[int, ...]], most: int
+) -> None:
+    """Three are drawn behind the first at once: the visit would go on, is the last, or has one more."""
+    with scheduler_on(engine) as (scheduler, log):
+        before = scheduler.stats()
+
+        def listener(ticket: Ticket, event: Event) -> None:
+            log(ticket, event)
+            if sum(len(each.tokens) for each in log.of(ticket)) > 1:
+                scheduler.stop(ticket)
+                scheduler.cancel(ticket)  # too late: it is complete
+
+        scheduler._on_event = listener
+        ticket = scheduler.submit(asked(4, max_new_tokens=most))
+        run(scheduler)
+        n = min(most, 5)
+        log.check(ticket, check_whole(ticket, alone[4][:n], "stop"))
+        after = scheduler.stats()
+        assert after.finished == {"stop": 1}
+        assert (after.free_slots, after.free_pages) == (before.free_slots, before.free_pages)
+
+
 def test_a_lost_context_ends_all_and_refuses_what_comes(micro: Path, device: str) -> None:
     opened = Engine.open(micro, LIMITS, device=device)
     with Scheduler(opened, max_streams=2) as scheduler:

@@ -292,8 +292,15 @@ def test_sequences_stop_alone_and_the_others_go_on(
             assert one.tokens == alone[i].tokens[1 : end + 1] and one.error is None
             assert state_of(engine, sequence) == alone[i].states[end - 1]
             sequence.extend(one.tokens[-1:])
-        for i, sequence, end in zip(order, live, ends, strict=True):
-            follow(engine, sequence, alone[i], end + 1, 2)
+        done = [end + 1 for end in ends]
+        while going := [at for at, n in enumerate(done) if n < N_NEW]:  # together, in visits of 2
+            drawn = run_ahead(engine.rank, [Ahead(live[at], N_NEW - done[at]) for at in going], 2)
+            for at, one in zip(going, drawn, strict=True):
+                i, n = order[at], done[at]
+                assert one.tokens == alone[i].tokens[n : n + 2] and one.error is None
+                done[at] += len(one.tokens)
+                assert state_of(engine, live[at]) == alone[i].states[done[at] - 2]
+                live[at].extend(one.tokens[-1:])
 
 
 @pytest.mark.parametrize("graph", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashnext_drv.drv import faults
-from flashnext_drv.engine.engine import Engine, Limits
+from flashnext_drv.engine.engine import Engine, Generation, Limits
 from flashnext_drv.errors import ContextLost, DriverError
 
 from .sweep import N_NEW, PACK, PROMPT
@@ -19,13 +19,19 @@ def opened(device_name: str) -> Engine:
     return Engine.open(PACK, Limits(context_tokens=64), device=device_name)
 
 
+@pytest.fixture(scope="module")
+def wanted(device_name: str) -> Generation:
+    with opened(device_name) as engine:
+        made = engine.generate(PROMPT, max_new_tokens=N_NEW, stop_ids=())
+    assert made.counters["eager_rounds"] == 0
+    return made
+
+
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("code", [1, 2, 901])
 def test_failed_graph_call_ends_in_eager_rounds_with_the_same_tokens(
-    device_name: str, call: str, code: int
+    device_name: str, wanted: Generation, call: str, code: int
 ) -> None:
-    with opened(device_name) as engine:
-        wanted = engine.generate(PROMPT, max_new_tokens=N_NEW, stop_ids=())
     with opened(device_name) as engine:
         with faults.fail_nth(1, code, only=call) as plan:
             made = engine.generate(PROMPT, max_new_tokens=N_NEW, stop_ids=())
@@ -43,10 +49,9 @@ def test_failed_graph_call_ends_in_eager_rounds_with_the_same_tokens(
 
 @pytest.mark.parametrize("call", ["cuStreamBeginCapture", "cuGraphInstantiate", "cuGraphUpload",
                                   "cuGraphLaunch"])
-def test_graphs_that_always_fail_leave_all_rounds_eager(device_name: str, call: str) -> None:
-    with opened(device_name) as engine:
-        wanted = engine.generate(PROMPT, max_new_tokens=N_NEW, stop_ids=())
-        assert wanted.counters["eager_rounds"] == 0
+def test_graphs_that_always_fail_leave_all_rounds_eager(
+    device_name: str, wanted: Generation, call: str
+) -> None:
     with opened(device_name) as engine, faults.fail_nth(1, 2, only=call, forever=True):
         made = engine.generate(PROMPT, max_new_tokens=N_NEW, stop_ids=())
         assert made.tokens == wanted.tokens

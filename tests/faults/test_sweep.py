@@ -35,13 +35,18 @@ def test_sample_over_every_call_name_and_code(bench: sweep.Bench, case_seed: int
 def test_sample_over_a_life_with_the_deep_pass(
     device_name: str, monkeypatch: pytest.MonkeyPatch, case_seed: int, deep: str
 ) -> None:
-    """Calls that make the deep pass may also end in a refusal, with the same tokens."""
+    """Calls that make the deep pass may also end in a refusal, with the same tokens.  Made at a request: what
+    comes before is the sweep without it, and what comes behind is that of a pass made at open."""
     if device_name != "sim":
         pytest.skip("the sweep needs the simulator's counters")
-    bench = sweep.Bench(monkeypatch, deep)
-    some = sweep.sample(bench.faults(), case_seed)
-    making = [f for f in bench.faults() if f.n in bench.making and not f.forever]
-    some += random.Random(case_seed).sample(making, 30)
+    bench, choose = sweep.Bench(monkeypatch, deep), random.Random(case_seed)
+    making = [f for f in bench.faults() if f.n in bench.making]
+    if deep == "open":
+        some = sweep.sample(bench.faults(), case_seed)
+    else:
+        behind = [f for f in bench.faults() if f.n >= bench.making.stop]
+        some = sweep.sample(making, case_seed) + choose.sample(behind, 30)
+    some += choose.sample([f for f in making if not f.forever], 30)
     outcomes = sweep.run(bench, some, case_seed)
     print(sweep.table(outcomes))
     assert sum(outcomes.values()) == len(some) and outcomes[1, False, "fallback"] > 5

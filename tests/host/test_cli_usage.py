@@ -16,6 +16,7 @@ from flashnext_drv import errors
 from flashnext_drv.__main__ import main, make_parser
 from flashnext_drv.cli import COMMANDS, report
 from flashnext_drv.cli.ids import parse_ids, parse_rows
+from flashnext_drv.cli.limits import memory_limits
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -131,6 +132,17 @@ def test_rows_as_people_write_them() -> None:
     for text in ("", "1:", ":2", "-1:2", "2:1", "5", "1:2:3", "1;2"):
         with pytest.raises(errors.UsageError):
             parse_rows(text, 5)
+
+
+@pytest.mark.parametrize("argv", [["generate", "p", "--ids", "1", "--max-new", "1"], ["serve", "p"]])
+def test_graphs_are_switched_where_a_command_runs_either_way(argv: list[str]) -> None:
+    parser, _ = make_parser()
+    for more, wanted in (([], True), (["--graph"], True), (["--no-graph"], False)):
+        assert memory_limits(parser.parse_args([*argv, *more]))["graph"] is wanted
+    assert "graph" not in memory_limits(parser.parse_args(["plan", "p"]))
+    for command in ("plan", "trace"):
+        with pytest.raises(SystemExit):
+            parser.parse_args([command, "p", "--no-graph"])
 
 
 def test_every_command_has_help() -> None:

@@ -62,9 +62,9 @@ def broken(tmp_path: Path) -> Callable[..., Path]:
                 continue
             new: dict[str, Any] = {}
             pieces: list[bytes] = []
-            at = 0
+            at, data = 0, memoryview(blob)[8 + length :]
             todo: dict[str, Any] = {
-                n: (e["dtype"], e["shape"], blob[8 + length :][slice(*e["data_offsets"])])
+                n: (e["dtype"], e["shape"], data[slice(*e["data_offsets"])])
                 for n, e in header.items()
                 if n != "__metadata__"
             }

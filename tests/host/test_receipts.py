@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import receipt as tool  # noqa: E402
 
+NO_CLIENT = forms.digest_of([])  # of a repository without bench/ and tools/
 COMMITTED = sorted((ROOT / "tests" / "receipts").glob("*.json"))
 
 
@@ -38,7 +39,7 @@ def a_result(source: str) -> dict[str, Any]:
         "form": 2, "command": "flashnext-drv bench decode", "date": "2026-01-02T03:04:05+00:00",
         "device": {"name": "X", "is_simulator": True, "driver_version": 1, "total_bytes": 2, "n_sms": 3},
         "kernels": {"source_digest": "a" * 64}, "package_digest": "b" * 64, "source_digest": source,
-        "client_digest": "c" * 64, "versions": {"python": "3", "numpy": "1", "cuda-bindings": "none"},
+        "client_digest": NO_CLIENT, "versions": {"python": "3", "numpy": "1", "cuda-bindings": "none"},
         "results": {"figure": 1},
     }
 
@@ -59,6 +60,13 @@ def test_a_missing_malformed_or_unknown_field_is_named() -> None:
         assert forms.schema_problems(good | {name: value}) == [f"{name} is malformed"]
     assert forms.schema_problems(good | {"note": 1}) == ["'note' is no field of a receipt"]
     assert forms.schema_problems(good | {"form": 3}) == ["form 3 is unknown"]
+    images = {"source_digest": "a" * 64, "arch": "sm_90a", "cubins": {"moe": "e" * 64}, "tool": {"n": "1"},
+              "option_digest": "f" * 64}
+    device = good["device"] | {"is_simulator": False}
+    assert forms.schema_problems(good | {"device": device, "kernels": images}) == []
+    assert forms.schema_problems(good | {"device": device}) == ["kernels lacks the images that ran"]
+    del images["option_digest"]
+    assert forms.schema_problems(good | {"device": device, "kernels": images}) == ["kernels is malformed"]
     assert forms.schema_problems([]) and forms.schema_problems(good, sealed=True) == ["tree is missing"]
 
 
@@ -121,6 +129,43 @@ def test_only_the_sources_that_ran_get_a_receipt(tmp_path: Path, repository: Cal
         tool.seal(a_result(ran), "nothing", tmp_path)
 
 
+def test_only_the_client_that_measured_gets_a_receipt(tmp_path: Path,
+                                                      repository: Callable[..., str]) -> None:
+    own = {"flashnext_drv__bench__b_py": "b = 1\n", "tools__one_py": "t = 1\n"}
+    first = repository(flashnext_drv__cli__bench_py="c = 1\n", tools__two_py="x\n", **own)
+    client = forms.digest_of([("bench/b.py", b"b = 1\n"), ("cli/bench.py", b"c = 1\n"),
+                              ("tools/one.py", b"t = 1\n")])
+    result = a_result(tool.commit_digest(first, tmp_path)) | {"command": "tools/one.py --n 1",
+                                                              "client_digest": client}
+    made = tool.seal(result, None, tmp_path)
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(made))
+    assert tool.examine(path, tmp_path)["problems"] == []
+    repository(tools__one_py="t = 2  # measures something else\n")
+    for change in ({}, {"command": "tools/two.py"}, {"command": "flashnext-drv bench"}, {"command": "'"}):
+        with pytest.raises(UsageError, match="another client|names no program"):
+            tool.seal(result | change, None if not change else first, tmp_path)
+    path.write_text(json.dumps(made | {"client_digest": "c" * 64}))
+    assert "has another client" in "".join(tool.examine(path, tmp_path)["problems"])
+
+
+def test_this_trees_client_is_named_as_a_commits_is() -> None:
+    paths = [path for path in ROOT.rglob("flashnext_drv/*/*.py") if "__pycache__" not in path.parts]
+    named = [(forms.client_name(path.relative_to(ROOT).as_posix(), "pytest"), path) for path in paths]
+    assert forms.digest_of((name, path.read_bytes()) for name, path in named if name) == forms.client_digest()
+    assert forms.client_name("tools/receipt.py", "receipt.py") == "tools/receipt.py"
+    assert forms.client_name("tools/gates.py", "receipt.py") is None
+
+
+def test_what_is_no_result_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "r.json"
+    for text in ("[]", "5", '"kind"', "{"):
+        path.write_text(text)
+        assert tool.main(["make", str(path), "--out", str(tmp_path / "o.json")]) == 1, text
+        assert tool.main(["verify", str(path)]) == 1
+    assert "receipt: " in capsys.readouterr().err and not (tmp_path / "o.json").exists()
+
+
 def test_a_receipt_is_examined_against_its_own_commit(tmp_path: Path,
                                                       repository: Callable[..., str]) -> None:
     first = repository(flashnext_drv__a_py="a = 1\n")
@@ -155,6 +200,20 @@ def test_other_sources_are_not_quoted(tmp_path: Path, capsys: pytest.CaptureFixt
         assert words in capsys.readouterr().err
     path.write_text(json.dumps(a_result("d" * 64)))
     assert tool.main(["verify", str(path)]) == 0 and tool.main(["verify", "--here", str(path)]) == 1
+
+
+def test_a_figure_that_its_stamps_do_not_give_is_quoted_as_a_dash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_token = {"client": [[250_000]]}
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(a_result(forms.source_digest() or "") | {"results": {
+        "kind": "scaled", "sizes": {"prompt_tokens": 3},
+        "legs": [{"mode": "graph", "streams": 1, "stamps_us": one_token}]}}))
+    monkeypatch.setattr(tool, "recheck", lambda _: [])
+    assert tool.main(["quote", str(path)]) == 0
+    assert "TTFT 0.250 s, prefill 12 tokens/s, decode - tokens/s, ITL - ms (p50 -, p95 -)" \
+        in capsys.readouterr().out
 
 
 def test_memory_that_nobody_tells_is_unmeasured() -> None:

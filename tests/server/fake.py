@@ -12,6 +12,7 @@ is one lie or fault.  Its tokens depend on a request's ids and seed alone, as th
     error_after     an error event after so many tokens             token_s       seconds a token takes
     wrong_when      streams at once from which on tokens are wrong  leak          the ledger grows
     one_by_one      streams run one after the other                 type          content type
+    short_from      requests from this one on end after a token, as if that were all
 
 Its stamps are made up: a token a second from when the request came, so that streams sent together overlap by
 them however busy the machine is; with one_by_one each begins where the one before ended.
@@ -140,6 +141,8 @@ class Handler(BaseHTTPRequestHandler):
         tokens = model(body["ids"], body["max_new_tokens"], body.get("seed", 0))
         if fake.live >= knobs.get("wrong_when", 1 << 30):
             tokens[-1] = (tokens[-1] + 1) % VOCAB
+        if fake.n_requests >= knobs.get("short_from", 1 << 30):
+            tokens = tokens[:1]
         sent: list[int] = []
         finish = knobs.get("finish", "length")
         step = knobs.get("a_chunk", 1)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from flashnext_drv.engine.engine import token_sha256
 
@@ -112,7 +113,7 @@ def test_a_stop_string_cuts_the_reply_and_stops_the_sequence(served: Served) -> 
     assert choice.model_extra["token_ids"] == ids[:cut] and reply.usage.completion_tokens == cut
     assert runtime["new_sha256"] == token_sha256(ids[:cut]) and len(runtime["token_at"]) == cut
     assert runtime["token_sha256"] == token_sha256([*prompt, *ids[:cut]])
-    # It was cancelled before the next visit: nothing but the rest of one was drawn behind the stop.
+    # It ended with that visit: nothing but the rest of one was drawn behind the stop.
     assert (
         runtime["counters"]["drawn_behind_stop"] < served.worker.ask(lambda e: e.limits.steps_ahead).result()
     )
@@ -128,6 +129,33 @@ def test_a_stop_string_cuts_the_reply_and_stops_the_sequence(served: Served) -> 
         )
         == wanted + stop
     )
+
+
+@pytest.mark.parametrize("behind", (0, 1, 8), ids=("at-the-last-token", "one-more", "long-before"))
+def test_a_stop_string_counts_as_a_stop_everywhere(served: Served, behind: int) -> None:
+    given: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
+    plain = served.ask("POST", "/v1/completions", {**given, "return_token_ids": True}).json()["choices"][0]
+    cut, stop = crossing(served, plain["token_ids"])
+    before, told = served.settled().finished, successes(served)
+    body = {**given, "max_tokens": cut + behind, "stop": stop}
+    answered = served.ask("POST", "/v1/completions", body, {"X-Request-Id": f"stop-{behind}"}).json()
+    assert answered["choices"][0]["finish_reason"] == "stop" == answered["runtime"]["finish"]
+    assert answered["choices"][0]["stop_reason"] == stop
+    assert answered["usage"]["completion_tokens"] == cut
+    assert served.line(f"stop-{behind}")["finish"] == "stop"
+    assert served.settled().finished == {**before, "stop": before.get("stop", 0) + 1}
+    assert successes(served) == {**told, "stop": told["stop"] + 1}
+
+
+def successes(served: Served) -> dict[str, float]:
+    """vllm:request_success_total by reason."""
+    families = text_string_to_metric_families(served.ask("GET", "/metrics").raw.decode())
+    return {
+        sample.labels["finished_reason"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "vllm:request_success_total"
+    }
 
 
 def test_a_stop_id_ends_and_is_told_when_it_is_the_requests_own(served: Served) -> None:

@@ -322,6 +322,25 @@ def test_keys_are_asked_for_and_never_shown(served: Served, tmp_path: Path) -> N
         assert key not in json.dumps(locked.log)
 
 
+@pytest.mark.parametrize("before", ("", "# mine", f"{'a' * 64} ann", f"{'a' * 64} ann\n"))
+def test_a_key_is_added_on_a_line_of_its_own(tmp_path: Path, before: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(before)
+    key = add_key(path, "bob")
+    assert Keys(path).name_of(key) == "bob" and path.read_text().startswith(before)
+    assert len(path.read_text().splitlines()) == len(before.splitlines()) + 1
+
+
+def test_a_key_without_a_name_is_called_the_same_wherever_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{key_digest('one')}\n{key_digest('two')}\n")
+    keys = Keys(path)
+    names = [keys.name_of("one"), keys.name_of("two")]
+    path.write_text(f"{key_digest('two')}\n{key_digest('three')}\n")  # a request of two's may still run
+    keys.reload()
+    assert keys.name_of("two") == names[1] and keys.name_of("three") not in names
+
+
 def test_small_events_do_not_wait_for_acknowledgements(served: Served) -> None:
     assert served.server._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 

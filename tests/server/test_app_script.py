@@ -145,6 +145,35 @@ def test_a_failure_is_a_500_or_an_event_and_names_the_request() -> None:
         assert "position=7" in served.line("r-1")["error"]
 
 
+class Stuck(Scripted):
+    """Its engine does not come back from a step before `release`."""
+
+    def __init__(self) -> None:
+        super().__init__(texts.ids_of(b"abc"))
+        self.release = threading.Event()
+
+    def _say(self, ticket: Ticket, sink: Sink) -> None:
+        self.release.wait()
+        super()._say(ticket, sink)
+
+
+def test_an_engine_that_is_stuck_holds_up_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashnext_drv.server.job._END_S", 0.1)
+    monkeypatch.setattr("flashnext_drv.server.app._DEEP_S", 0.1)
+    worker = Stuck()
+    with serving(worker, texts.model(), request_seconds=0.1) as served:
+        try:
+            assert served.ask("GET", "/health?deep=1").status == 503
+            late = served.ask("POST", "/v1/generate", {"ids": [1], "max_new_tokens": 1})
+            assert late.status == 504 and late.error()["code"] == "request_timeout"
+        finally:
+            worker.release.set()
+        limit = time.monotonic() + 10  # their ends are counted when they come
+        while b'reason="abort",model_name="micro"} 2.0' not in served.ask("GET", "/metrics").raw:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+
+
 def test_a_client_that_reads_nothing_is_given_up() -> None:
     with saying(b"x" * 6000, stall_seconds=0.2, context=8192) as (served, worker):
         served.server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

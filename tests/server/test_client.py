@@ -77,6 +77,10 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "stamps fall": ({"runtime_edit": {"token_at": [1e9 - i for i in range(12)]}}, "server stamps unverified"),
     "stamps before": ({"runtime_edit": {"token_at": [-1.0] * 12}}, "server stamps unverified"),
     "stamps null": ({"runtime_edit": {"token_at": [None] * 12}}, "server stamps unverified"),
+    "stamps as list": ({"runtime_edit": {"stamps": [1]}}, "server stamps unverified"),
+    "stamps too large": ({"runtime_edit": {"token_at": [10**400] * 12}}, "server stamps unverified"),
+    "too few rounds": ({"runtime_edit": {"counters": {"graph_replays": 1, "eager_rounds": 0}}},
+                       "too few for 12 tokens"),
     "no counters": ({"runtime_edit": {"counters": None}}, "graph replays unverified"),
     "counters text": ({"runtime_edit": {"counters": {"graph_replays": "9", "eager_rounds": 1}}},
                       "unverified: not told"),
@@ -209,6 +213,7 @@ def test_a_wave_needs_stamps_counts_and_distinct_inputs(fake: fakes.Fake) -> Non
     same = wave(fake, 2)
     assert "not distinct" in overlap([same[0], same[0]]).problems[-1]
     assert overlap(same[:1]).problems == ("one stream cannot overlap",)
+    assert overlap([]).problems and evidence.present([])
 
 
 def test_hashes_that_are_missing_or_short_are_never_equal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +24,7 @@ from . import fake as fakes
 SIZES = workload.Sizes(24, 12, 3)
 CELLS = matrix.Cells(lengths=(20, 33), new_tokens=9, together=2, widths=(1, 2), width_length=8,
                      width_tokens=10, repeats=2, repeat_length=7, repeat_tokens=11, lines=(4, None))
-LEDGER = {"load": {}, "peak": {}, "idle": {}, "closed": {"entries": 0, "live_bytes": {}}}
+LEDGER = {"load": {}, "peak": {}, "idle": {}, "closed": {"entries": 0, "engines": 1}}
 
 
 class Control:
@@ -134,6 +135,12 @@ def test_tampered_results_are_seen(fake: fakes.Fake) -> None:
     def in_a_row(made: dict[str, Any]) -> None:
         made["legs"][1]["stamps_us"]["server_begun"] = [0, 10**9, 2 * 10**9]
 
+    def twice(made: dict[str, Any]) -> None:
+        made["legs"].append(copy.deepcopy(made["legs"][1]))
+
+    def no_part(made: dict[str, Any]) -> None:
+        made.update(kind="scaled-part", legs=[], replies=[], checks=dict.fromkeys(made["checks"], 0))
+
     assert told(lambda m: m.update(kind="workload")) == f"sizes {vars(SIZES)} are called 'workload'"
     assert "are called 'scaled'" in told(lambda m: m["sizes"].update(prompt_tokens=16384, new_tokens=1024,
                                                                      streams=8))
@@ -149,6 +156,51 @@ def test_tampered_results_are_seen(fake: fakes.Fake) -> None:
     assert "not empty when closed" in told(lambda m: m["ledger"].update(closed={"entries": 1}))
     assert "no ledger" in told(lambda m: m.pop("ledger"))
     assert "10 of 12 tokens" in told(lambda m: m["replies"][0].update(new_tokens=10))
+    assert "no verdict" in told(lambda m: m.pop("verdict"))
+    assert "kind 'measured' is unknown" in told(lambda m: m.update(kind="measured"))
+    assert "not formed as its kind is" in told(lambda m: m.pop("sizes"))
+    assert "no replies" in told(lambda m: m.update(replies=[]))
+    assert "are wanted" in told(twice) and "are wanted" in told(no_part)
+    assert "not those of its legs" in told(lambda m: m["replies"].pop())
+    assert "not those of its legs" in told(lambda m: m["replies"][-1].update(name="x"))
+    assert "give 8" in told(lambda m: m["checks"].update(equal=7))
+    assert "3 wanted" in told(lambda m: m["replies"][-1].update(live=[1, 2]))
+    assert "not 3 distinct requests" in told(lambda m: m["legs"][1]["wave"]["rows"].pop())
+    assert "overlap is no proof" in told(lambda m: m["legs"][1]["wave"]["overlap"].update(fewest_tokens=0))
+    assert "too few for 12 tokens" in told(lambda m: m["replies"][0]["counters"].update(graph_replays=2))
+    assert "its stamps give" in told(lambda m: m["legs"][1]["each_client"][2].update(itl_p95_ms=9.0))
+    assert "no rising microseconds" in told(
+        lambda m: m["legs"][0]["stamps_us"]["server"][0].__setitem__(3, -5))
+    assert "no engine's ledger" in told(lambda m: m["ledger"].update(closed={"entries": 0, "engines": 0}))
+    assert "no ledger at load" in told(lambda m: m["ledger"].update(load=[None]))
+
+
+def test_tampered_figures_of_the_small_measurements_are_seen(fake: fakes.Fake) -> None:
+    site = site_of(fake)
+    made = {
+        "decode": cases.decode(site, new_tokens=10, repeats=2),
+        "cold": cases.cold(site, lengths={"short": 6}, new_tokens=9),
+        "cache": cases.cache(site, lengths=(5,), new_tokens=9),
+        "concurrent": cases.concurrent(site, widths=(1, 2), length=6, new_tokens=10),
+        "load": load.run_load(site, load.Load(requests=6, streams=2, kinds=2, prompt_tokens=9, new_tokens=8)),
+    }
+
+    def told(kind: str, change: Any) -> str:
+        found = json.loads(json.dumps(made[kind] | {"ledger": LEDGER}))
+        assert recheck(found) == []
+        change(found)
+        return "\n".join(recheck(found))
+
+    assert "its replies give" in told("decode", lambda m: m["medians"]["code"].update(itl_mean_ms=1.0))
+    assert "its reply give" in told("cold", lambda m: m["points"]["short warm"].update(ttft_s=None))
+    assert "says otherwise" in told("cache", lambda m: m["points"][1].update(cached_tokens=4))
+    assert "2 wanted" in told("concurrent", lambda m: m["replies"][-1].update(live=[1, 1]))
+    for kind in ("decode", "cold", "cache", "concurrent"):
+        assert "no replies" in told(kind, lambda m: m.update(replies=[], checks={}))
+    for change in ({"latency": {"replies": 0}}, {"ledger_drift": ["x"]},
+                   {"checks": made["load"]["checks"] | {"equal": 0}},
+                   {"given_up": made["load"]["given_up"] | {"wrong": 1}}):
+        assert told("load", lambda m, change=change: m.update(change)) != ""
 
 
 def test_the_small_measurements(fake: fakes.Fake) -> None:
@@ -162,7 +214,9 @@ def test_the_small_measurements(fake: fakes.Fake) -> None:
     assert not reasons(cases.cache(site, lengths=(5, 30), new_tokens=9, cold=True))
     many = cases.concurrent(site, widths=(1, 2, 3), length=6, new_tokens=10, alone=True, serial=True)
     assert not reasons(many) and many["checks"]["equal"] == (1 + 2 + 3) + 3
-    assert "held to a run of its own" in reasons(cases.concurrent(site, widths=(2,), length=6, new_tokens=9))
+    for widths in ((2,), (2, 3), (1,)):
+        found = cases.concurrent(site, widths=widths, length=6, new_tokens=9)
+        assert "held to a run of its own" in reasons(found), widths
 
 
 def test_replies_that_come_in_one_piece_are_counted_as_unmeasured(fake: fakes.Fake) -> None:
@@ -199,6 +253,11 @@ def test_the_matrix_holds_every_leg_to_every_other(fake: fakes.Fake) -> None:
 
     found = matrix.run_matrix(serve, CELLS)
     assert not reasons(found) and found["kind"] == "matrix-part" and started == [4, None]
+    told = json.loads(json.dumps(found | {"ledger": LEDGER}))
+    assert recheck(told) == [] and "are called 'matrix'" in "".join(recheck(told | {"kind": "matrix"}))
+    assert "a leg or all of them are missing" in recheck(told | {"legs": []})
+    told["legs"][0]["cells"][0]["ttft_s"] = 0.001
+    assert "ttft_s is 0.001, its reply give" in "".join(recheck(told))
     assert len(found["legs"]) == 4
     checks = found["checks"]
     requests = 2 * 2 + 2 + 1
@@ -209,6 +268,7 @@ def test_the_matrix_holds_every_leg_to_every_other(fake: fakes.Fake) -> None:
     assert checks["compared"] == checks["equal"] == checks["replies"] - requests
     said = reasons(joined)
     assert "no leg with lines 16, graph" in said and "has lengths" in said and "another leg" not in said
+    assert "2 legs with lines 4, graph" in reasons(matrix.join_parts([parts[0], parts[0], parts[1]]))
     parts[1]["replies"][3]["new_sha256"] = "0" * 64
     assert "not the hash that another leg has" in reasons(matrix.join_parts(parts))
 
@@ -221,6 +281,10 @@ def test_a_load_is_held_to_solo_runs_and_leaves_nothing(fake: fakes.Fake) -> Non
     assert found["given_up"]["asked"] >= 8 and found["given_up"]["wrong"] == 0
     assert found["latency"]["replies"] + found["given_up"]["asked"] == 60
     assert found["latency"]["ttft_s"]["p50"] <= found["latency"]["ttft_s"]["p99"]
+    said = reasons(load.run_load(site_of(fake), replace(few, cancels=1.0)))
+    assert said == "every request was to be given up: none was held to its whole solo run"
+    fake.knobs = {"token_s": 0.0005, "short_from": fake.n_requests + few.kinds + few.streams + 1}
+    assert "1 tokens came" in reasons(load.run_load(site_of(fake), replace(few, cancels=1.0)))
     fake.knobs = {"leak": True}
     assert "ledger: weights device" in reasons(load.run_load(site_of(fake), few))
     fake.knobs = {"wrong_when": 2, "token_s": 0.003}

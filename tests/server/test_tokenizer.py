@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,21 @@ def test_a_vocabulary_without_room_is_refused() -> None:
 def test_any_text_comes_back_from_its_ids(text: str) -> None:
     model = texts.text_model()
     assert model.decode(model.encode(text), special=True) == text
+
+
+def test_a_file_that_would_cut_or_pad_does_neither() -> None:
+    raw = json.loads(text_files(texts.config())["tokenizer.json"])
+    raw["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    raw["padding"] = {
+        "strategy": {"Fixed": 99},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    }
+    said = "a prompt of more than three tokens"
+    assert TextModel(json.dumps(raw)).encode(said) == texts.text_model().encode(said)
 
 
 def test_english_takes_fewer_ids_than_bytes() -> None:
@@ -149,6 +165,16 @@ def test_broken_files_are_named(tmp_path: Path, file: str, raw: bytes, message: 
     write_text(tmp_path, texts.config())
     (tmp_path / file).write_bytes(raw)
     with pytest.raises(CheckpointError, match=message):
+        TextModel.load(tmp_path)
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "jinja2"])
+def test_a_package_that_is_missing_is_said_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    write_text(tmp_path, ModelConfig.from_json(MODELS["micro"].config_json(None)))
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(CheckpointError, match=f"packages are not installed.*{package}.*pip install"):
         TextModel.load(tmp_path)
 
 
