@@ -94,6 +94,13 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     group = parser.add_argument_group("limits")
     group.add_argument(
+        "--max-connections",
+        type=int,
+        default=256,
+        metavar="N",
+        help="connections open at one time; requests on more get 503 (default 256)",
+    )
+    group.add_argument(
         "--body-limit",
         type=parse_size,
         default=16 << 20,
@@ -181,7 +188,12 @@ def run(args: argparse.Namespace) -> int:
     )
     with (
         _signals() as told,
-        Server(create_app(worker, model, settings), host=args.host, port=args.port) as server,
+        Server(
+            create_app(worker, model, settings),
+            host=args.host,
+            port=args.port,
+            max_connections=args.max_connections,
+        ) as server,
     ):
         print(f"listening on {server.url}, model {model.name}; /ready tells when it is loaded", flush=True)
         worker.start()
@@ -278,6 +290,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     for name in (
         "max_streams",
         "max_queue",
+        "max_connections",
         "prompt_limit",
         "body_limit",
         "request_seconds",

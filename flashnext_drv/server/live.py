@@ -17,12 +17,14 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import UsageError
+from .wire import CROWDED
 
 __all__ = ["Server"]
 
 _START_S: Final = 30.0
 _HEAD_BYTES: Final = 65536  # most bytes of a request's line and headers
 _HEAD_S: Final = 30.0  # and how long they may take
+_CROWDED_S: Final = 2.0  # on a connection too many
 _IDLE_S: Final = 75  # a connection may be kept; clients' pools give up earlier, so none loses a request
 
 
@@ -30,10 +32,19 @@ class Server:
     """A context manager: inside, `app` answers at `url`.
 
     port 0: any free one.  On the way out connections may end what they are at for `grace` seconds.
+    max_connections: open at one time; one more may ask once, is told so by wire.py and closed.
     Raises UsageError when the address cannot be bound.
     """
 
-    def __init__(self, app: Any, *, host: str = "127.0.0.1", port: int = 0, grace: int = 10) -> None:
+    def __init__(
+        self,
+        app: Any,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        grace: int = 10,
+        max_connections: int = 256,
+    ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._socket = socket.create_server((host, port), family=family, backlog=512)
@@ -64,6 +75,7 @@ class Server:
             timeout_graceful_shutdown=grace,
             timeout_keep_alive=_IDLE_S,
             h11_max_incomplete_event_size=_HEAD_BYTES,
+            limit_concurrency=max_connections,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._main, name="flashnext-http", daemon=True)
@@ -106,12 +118,19 @@ class Server:
 
 
 class _Protocol(H11Protocol):
-    """Its own answer to bytes that are no HTTP, and an end to waiting for a request's head."""
+    """Its own answer to bytes that are no HTTP, an end to waiting for a request's head, and a word to the
+    application on connections beyond the limit."""
 
     _limit: asyncio.TimerHandle | None = None
+    _crowded = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # uvicorn would refuse in plain text, and also requests of connections that were there before
+        most, self.limit_concurrency = self.limit_concurrency, None
+        if most is not None and len(self.connections) > most:
+            self.app_state = {**self.app_state, CROWDED: most}
+            self._crowded = True
         self._wait()
 
     def data_received(self, data: bytes) -> None:
@@ -127,7 +146,9 @@ class _Protocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._rest()
         elif self._limit is None and not self.transport.is_closing():
-            self._limit = self.loop.call_later(_HEAD_S, self.transport.close)
+            self._limit = self.loop.call_later(
+                _CROWDED_S if self._crowded else _HEAD_S, self.transport.close
+            )
 
     def _rest(self) -> None:
         if self._limit is not None:

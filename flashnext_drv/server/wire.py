@@ -32,12 +32,14 @@ from ..errors import CapacityError, ContextLost, Draining, FlashNextError, OutOf
 from .fields import ApiError
 from .keys import Keys
 
-__all__ = ["Edge", "Gone", "Json", "Note", "Settings", "error_answer", "json_log", "read_json"]
+__all__ = ["CROWDED", "Edge", "Gone", "Json", "Note", "Settings", "error_answer", "json_log", "read_json"]
 
+CROWDED: Final = "crowded"  # in the state of a scope whose connection is one too many: how many are taken
 GONE_STATUS: Final = 499  # what logs call a client that left before it was answered
 RETRY_S: Final = 5
 _ID: Final = re.compile(r"[\w.:@-]{1,128}", re.ASCII)
-_OPEN: Final = frozenset(("/ready",))  # no key is asked for, nor for a plain /health
+_OPEN: Final = frozenset(("/ready",))  # always answered, without a key; so is a plain /health
+_HEADERS: Final = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": str(RETRY_S)}}
 
 Log = Callable[[Mapping[str, Any]], None]
 
@@ -110,14 +112,18 @@ class Edge:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         note = Note(given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}")
-        scope.setdefault("state", {})["note"] = note
+        state = scope.setdefault("state", {})
+        state["note"] = note
         began, status, body_bytes = time.perf_counter(), 0, 0
 
         async def tell(message: Message) -> None:
             nonlocal status, body_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = note.request_id
+                answer = MutableHeaders(scope=message)
+                answer["x-request-id"] = note.request_id
+                if CROWDED in state:
+                    answer["connection"] = "close"
                 self._told(status)
             else:
                 body_bytes += len(message.get("body", b""))
@@ -162,12 +168,14 @@ class Edge:
                 "the Host header names another machine; without API keys only loopback names are served",
                 code="host_not_allowed",
             )
+        if scope["path"] in _OPEN or (scope["path"] == "/health" and not scope["query_string"]):
+            return
+        if (most := scope["state"].get(CROWDED)) is not None:
+            raise ApiError(
+                503, f"{most} connections are open, and no more are taken", code="too_many_connections"
+            )
         keys = self._settings.keys
-        if (
-            keys is None
-            or scope["path"] in _OPEN
-            or (scope["path"] == "/health" and not scope["query_string"])
-        ):
+        if keys is None:
             return
         kind, _, key = headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not key.strip():
@@ -217,8 +225,7 @@ def error_answer(error: BaseException, request_id: str) -> tuple[int, dict[str, 
     """Status, body and further headers for an error.  Nothing of an error that is not ours gets into the
     body."""
     if isinstance(error, ApiError):
-        extra = {"www-authenticate": "Bearer"} if error.status == 401 else {}
-        return error.status, error.body(), extra
+        return error.status, error.body(), _HEADERS.get(error.status, {})
     if isinstance(error, HTTPException):  # of the router: 404 and 405
         text = f"{HTTPStatus(error.status_code).phrase}: see /v1/models and the README for what is served"
         code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
@@ -227,7 +234,7 @@ def error_answer(error: BaseException, request_id: str) -> tuple[int, dict[str, 
         seconds = max(1, round(float(error.retry_after_seconds)))
         return 429, _body(429, str(error), "queue_full"), {"retry-after": str(seconds)}
     if isinstance(error, Draining):
-        return 503, _body(503, str(error), "not_ready"), {"retry-after": str(RETRY_S)}
+        return 503, _body(503, str(error), "not_ready"), _HEADERS[503]
     if isinstance(error, CapacityError):
         return 400, _body(400, str(error), "context_length_exceeded"), {}
     if isinstance(error, UsageError):

@@ -156,9 +156,10 @@ def worker_of(
 
 
 @contextmanager
-def serving(worker: Worker, model: Model, **settings: Any) -> Iterator[Served]:
+def serving(worker: Worker, model: Model, *, max_connections: int = 256, **settings: Any) -> Iterator[Served]:
     """Another server of the same engine, with settings of its own."""
     log: list[dict[str, Any]] = []
     made = replace(Settings(**settings), log=lambda line: log.append(dict(line)))
-    with Server(create_app(worker, model, made), grace=2) as server:
+    app = create_app(worker, model, made)
+    with Server(app, grace=2, max_connections=max_connections) as server:
         yield Served(worker, model, made, server, log)

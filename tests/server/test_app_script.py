@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import threading
@@ -199,6 +200,39 @@ def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
             assert bare.recv(100) == b""
         with socket.create_connection((served.server.host, served.server.port), timeout=30) as bare:
             assert bare.recv(100) == b""
+
+
+def test_connections_beyond_the_limit_are_told_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashnext_drv.server.live._CROWDED_S", 0.1)
+    models = ("GET", "/v1/models")
+    with serving(Scripted(texts.ids_of(b"abc")), texts.model(), max_connections=2) as served:
+        first, second = served.connection(), served.connection()
+
+        def asked(connection: http.client.HTTPConnection) -> int:
+            connection.request(*models)
+            with connection.getresponse() as answered:
+                assert answered.read()
+                return answered.status
+
+        assert [asked(each) for each in (first, second)] == [200, 200]
+        refused = served.ask(*models, headers={"X-Request-Id": "r-3"})
+        assert refused.status == 503 and int(refused.headers["retry-after"]) >= 1
+        assert refused.headers["connection"] == "close" and refused.headers["x-request-id"] == "r-3"
+        assert refused.error()["code"] == "too_many_connections"
+        assert "2 connections" in refused.error()["message"]
+        assert served.line("r-3")["status"] == 503
+        for path in ("/health", "/ready"):  # whoever watches the server is answered
+            watched = served.ask("GET", path)
+            assert watched.status == 200 and watched.headers["connection"] == "close"
+        with socket.create_connection((served.server.host, served.server.port), timeout=10) as silent:
+            assert silent.recv(100) == b""
+        assert [asked(each) for each in (first, second)] == [200, 200], "those that were there stay"
+        first.close()
+        limit = time.monotonic() + 10
+        while (room := served.ask(*models)).status != 200:  # the server has yet to see it
+            assert time.monotonic() < limit
+        assert "connection" not in room.headers
+        second.close()
 
 
 def held(until: threading.Event, error: Exception) -> Callable[..., Engine]:
