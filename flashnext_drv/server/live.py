@@ -111,6 +111,7 @@ class _Protocol(H11Protocol):
     _limit: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.app_state = {**self.app_state, "abort": transport.abort}  # closing waits for who reads nothing
         super().connection_made(transport)
         self._wait()
 

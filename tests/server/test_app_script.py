@@ -186,6 +186,10 @@ def test_a_client_that_reads_nothing_is_given_up() -> None:
                 b"Content-Length: %d\r\n\r\n" % len(body) + body
             )
             line = served.line("r-2")
+            limit = time.monotonic() + 10
+            while served.server._server.server_state.connections:  # it does not hold its connection either
+                assert time.monotonic() < limit
+                time.sleep(0.01)
         assert "read nothing" in line["error"]
         assert worker.enough or worker.drawn == 6000  # it was cancelled, if it had not ended before
         assert served.ask("GET", "/status").json()["requests"] == []
