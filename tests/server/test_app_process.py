@@ -88,11 +88,13 @@ def test_the_second_signal_stops_what_is_left(text_pack: Path, device_name: str)
         (["--host", "0.0.0.0"], "without API keys only this machine is served"),
         (["--api-keys", "/nowhere/keys"], "the file of API keys cannot be read"),
         (["--max-streams", "99"], "--max-streams"),
+        (["--round-rows", "0"], "--round-rows"),
+        (["--stall-seconds", "nan"], "--stall-seconds"),
         (["--serial"], "--prompt-rows 1"),
         (["--context", "5000"], "the model's positions"),
         (["--add-key", "x"], "--add-key needs --api-keys"),
     ),
-    ids=("open", "no-file", "streams", "serial", "context", "add-key"),
+    ids=("open", "no-file", "streams", "rows", "nan", "serial", "context", "add-key"),
 )
 def test_it_does_not_start_like_that(
     text_pack: Path, more: list[str], said: str, capsys: pytest.CaptureFixture[str]
