@@ -238,7 +238,7 @@ class _App:
             "state": worker.state,
             "draining": worker.state == DRAINING,
             "version": __version__,
-            "uptime_s": round(time.time() - worker.started_at, 3),
+            "uptime_s": round(time.perf_counter() - worker.began, 3),
             "model": {
                 "name": model.name,
                 "vocab": model.vocab,

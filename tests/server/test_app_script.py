@@ -122,6 +122,12 @@ def test_a_stop_string_ends_the_drawing_before_the_client_reads(text: bytes = b"
         assert reply.model_extra["runtime"]["new_sha256"] == token_sha256(texts.ids_of(b"one two three"))
 
 
+def test_a_clock_that_is_set_back_changes_no_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    with saying(b"abc") as (served, _):
+        monkeypatch.setattr(time, "time", lambda: 0.0)
+        assert 0 <= served.ask("GET", "/status").json()["uptime_s"] < 1e6
+
+
 def test_one_call_at_a_time_ends_behind_the_first() -> None:
     with saying(CALL + b"\n" + CALL.partition(b"I ask.\n\n")[2] + b" and more") as (served, worker):
         reply = served.client().chat.completions.create(
