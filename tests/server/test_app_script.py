@@ -249,6 +249,9 @@ def test_loading_can_be_stopped() -> None:
     worker.drain()
     release.set()
     assert worker.join(10) and worker.state == "closed" and worker.error is None
+    with serving(worker, texts.model()) as served:
+        ended = served.ask("GET", "/health")
+        assert ended.status == 503 and ended.json()["error"] == "the engine is closed"
 
 
 @pytest.mark.parametrize("stop", (None, "zz"), ids=("by-the-client", "by-the-engine"))
