@@ -26,6 +26,7 @@ __all__ = ["add_parser", "run"]
 
 _URL: Final = "http://127.0.0.1:8000"
 _PIECE_BYTES: Final = 1 << 16
+_LONGEST_S: Final = 1e6
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _HELP: Final = "/reset forgets the conversation, /think and /nothink switch thinking, /quit leaves"
 
@@ -69,9 +70,11 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def run(args: argparse.Namespace) -> int:
     """Ask once, or talk until the end of input.  Raises RemoteError, UsageError."""
+    if not 0 < args.timeout <= _LONGEST_S:
+        raise UsageError("--timeout is seconds above 0", value=args.timeout, limit=_LONGEST_S)
     chat = _Chat(args, Target(args.url, _key(args.key_file), args.timeout))
     if args.prompt is not None or not sys.stdin.isatty():
-        prompt = args.prompt if args.prompt is not None else sys.stdin.read().strip()
+        prompt = args.prompt if args.prompt is not None else _stdin()
         if not prompt:
             raise UsageError("there is no prompt", do="give --prompt, or write it to stdin")
         chat.ask(prompt)
@@ -98,6 +101,13 @@ def run(args: argparse.Namespace) -> int:
                 print(f"\nflashnext-drv chat: {error}", file=sys.stderr)
             except KeyboardInterrupt:
                 print("\n(left)", file=sys.stderr)
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.read().strip()
+    except UnicodeDecodeError as error:
+        raise UsageError("the prompt on stdin is no text", because=str(error)) from error
 
 
 class _Chat:

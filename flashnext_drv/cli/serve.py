@@ -305,6 +305,8 @@ def _settings(args: argparse.Namespace) -> Settings:
         raise UsageError(
             "--max-streams is 1 to 16, the rows of a round", value=args.max_streams, do="let the rest wait"
         )
+    if args.round_rows is not None and args.round_rows < 1:
+        raise UsageError("--round-rows is too small", value=args.round_rows)
     if args.serial:
         raise UsageError("--serial is not served", do="use --prompt-rows 1 --no-deep for one row a launch")
     if not 0 <= args.port <= 65535:

@@ -17,7 +17,7 @@ from ..errors import ContractError, DriverError, UsageError
 from ..model.layout import bucket_of
 from .edits import place_edits
 from .rank import BODY, TOKEN, TOKEN_EDITS, Rank
-from .sequence import Sequence, checked_edits
+from .sequence import LEAST_TEMPERATURE, Sequence, checked_edits
 
 __all__ = ["EMIT_DRAW", "EMIT_EDITS", "EMIT_LOGITS", "RoundResult", "Window", "check_windows",
            "emit_of_draw", "fill_round", "nan_logit", "run_round", "set_sampling"]
@@ -143,6 +143,8 @@ def set_sampling(rank: Rank, sequence: Sequence) -> None:
     slot = rank.tables.slots[sequence.i_slot]
     for name in ("seed", "temperature", "top_p", "min_p", "top_k"):
         slot[name] = getattr(sequence.sampling, name)
+    if sequence.sampling.temperature < LEAST_TEMPERATURE:  # else logits over it are all infinite, hence equal
+        slot["temperature"] = 0.0
 
 
 def emit_of_draw(sequence: Sequence) -> int:

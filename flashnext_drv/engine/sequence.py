@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,15 @@ import numpy.typing as npt
 from ..errors import CapacityError, UsageError
 from ..model.layout import MOST_EDITS
 
-__all__ = ["Edits", "Sampling", "Sequence", "checked_edits", "checked_ids"]
+__all__ = ["LEAST_TEMPERATURE", "Edits", "Sampling", "Sequence", "checked_edits", "checked_ids"]
+
+LEAST_TEMPERATURE: Final = 1e-30  # logits up to 1e8 divided by it are still finite in f32
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn.  temperature 0: greedy.  top_k 0, top_p 1, min_p 0: off.  seed: any u64.
+    """How a token is drawn.  temperature 0, or below LEAST_TEMPERATURE: greedy.  top_k 0, top_p 1, min_p 0:
+    off.  seed: any u64.
 
     The draw depends on the logits, on (seed, absolute position, token id), and on nothing else.
     """

@@ -168,7 +168,7 @@ class Streamed(Answer):
     """Server-sent events."""
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send = send
+        self._send, self._abort = send, scope["state"].get("abort")
         self.note.facts["stream"] = True
         await self._put({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
         opened = False
@@ -244,6 +244,8 @@ class Streamed(Answer):
         except TimeoutError:
             self.note.facts["error"] = f"the client read nothing for {self._settings.stall_seconds:g} s"
             self.job.leave()
+            if self._abort is not None:  # nothing else ends a connection whose buffers nobody empties
+                self._abort()
             raise Gone from None
 
 

@@ -183,7 +183,7 @@ class _App:
     async def health(self, request: Request) -> Response:
         """Alive; with ?deep=1 it takes a real token to be."""
         if self.worker.state == FAILED or (self.worker.started and not self.worker.alive):
-            return Json({"status": "failed", "error": type(self.worker.error).__name__}, 503)
+            return _unhealthy(self.worker.error, f"the engine is {self.worker.state}")
         if request.query_params.get("deep", "0") in ("", "0", "false"):
             return Json({"status": "ok", "state": self.worker.state})
         job = Job(
@@ -199,11 +199,11 @@ class _App:
                 while not job.finish:
                     await job.next(_DEEP_S)
         except TimeoutError:
-            return Json({"status": "failed", "error": f"no token within {_DEEP_S:g} s"}, 503)
+            return _unhealthy(None, f"no token within {_DEEP_S:g} s")
         finally:
             await job.close()
         if job.error is not None or job.reply is None or not job.reply.tokens:
-            return Json({"status": "failed", "error": type(job.error).__name__}, 503)
+            return _unhealthy(job.error, "no token was drawn")
         ms = round(1e3 * (time.perf_counter() - began), 3)
         return Json({"status": "ok", "state": self.worker.state, "token": job.reply.tokens[0], "ms": ms})
 
@@ -238,7 +238,7 @@ class _App:
             "state": worker.state,
             "draining": worker.state == DRAINING,
             "version": __version__,
-            "uptime_s": round(time.time() - worker.started_at, 3),
+            "uptime_s": round(time.perf_counter() - worker.began, 3),
             "model": {
                 "name": model.name,
                 "vocab": model.vocab,
@@ -282,6 +282,11 @@ class _App:
         future = self.worker.ask(Engine.memory)
         report = await asyncio.wait_for(asyncio.wrap_future(future), _MEMORY_S)
         self.metrics.memory = report.as_dict()
+
+
+def _unhealthy(error: BaseException | None, otherwise: str) -> Response:
+    """Of an error only its kind is told."""
+    return Json({"status": "failed", "error": type(error).__name__ if error else otherwise}, 503)
 
 
 def _note(request: Request) -> Note:

@@ -125,6 +125,7 @@ class _Protocol(H11Protocol):
     _crowded = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.app_state = {**self.app_state, "abort": transport.abort}  # closing waits for who reads nothing
         super().connection_made(transport)
         # uvicorn would refuse in plain text, and also requests of connections that were there before
         most, self.limit_concurrency = self.limit_concurrency, None

@@ -59,7 +59,7 @@ class Worker:
         self.error: BaseException | None = None
         self.loading: Loading = ("", 0, 0)
         self.facts: dict[str, Any] = {}  # of the opened engine, for status: device, seconds, sizes
-        self.started_at = time.time()
+        self.began = time.perf_counter()
         self._scheduler: Scheduler | None = None
         self._engine: Engine | None = None
         self._last: SchedulerStats | None = None

@@ -109,6 +109,14 @@ def test_stop_ids_are_token_ids(engine: Engine, wrong: object, text: str) -> Non
         engine.generate([1], max_new_tokens=1, stop_ids=wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("temperature", (1e-31, 1e-40, 1e-50))
+def test_a_temperature_that_no_quotient_survives_is_greedy(engine: Engine, temperature: float) -> None:
+    """Quotients beyond f32 would all be equal, and the lowest id the likeliest."""
+    how = Sampling(temperature=temperature, seed=3)
+    drawn = engine.generate([1, 2], max_new_tokens=4, stop_ids=(), sampling=how).tokens
+    assert drawn == engine.generate([1, 2], max_new_tokens=4, stop_ids=()).tokens
+
+
 def test_more_tokens_than_the_cache(engine: Engine) -> None:
     with pytest.raises(CapacityError) as caught:
         engine.generate(list(range(60)), max_new_tokens=6)

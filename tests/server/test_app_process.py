@@ -89,11 +89,13 @@ def test_the_second_signal_stops_what_is_left(text_pack: Path, device_name: str)
         (["--api-keys", "/nowhere/keys"], "the file of API keys cannot be read"),
         (["--max-streams", "99"], "--max-streams"),
         (["--max-connections", "0"], "--max-connections"),
+        (["--round-rows", "0"], "--round-rows"),
+        (["--stall-seconds", "nan"], "--stall-seconds"),
         (["--serial"], "--prompt-rows 1"),
         (["--context", "5000"], "the model's positions"),
         (["--add-key", "x"], "--add-key needs --api-keys"),
     ),
-    ids=("open", "no-file", "streams", "connections", "serial", "context", "add-key"),
+    ids=("open", "no-file", "streams", "connections", "rows", "nan", "serial", "context", "add-key"),
 )
 def test_it_does_not_start_like_that(
     text_pack: Path, more: list[str], said: str, capsys: pytest.CaptureFixture[str]

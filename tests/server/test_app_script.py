@@ -123,6 +123,12 @@ def test_a_stop_string_ends_the_drawing_before_the_client_reads(text: bytes = b"
         assert reply.model_extra["runtime"]["new_sha256"] == token_sha256(texts.ids_of(b"one two three"))
 
 
+def test_a_clock_that_is_set_back_changes_no_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    with saying(b"abc") as (served, _):
+        monkeypatch.setattr(time, "time", lambda: 0.0)
+        assert 0 <= served.ask("GET", "/status").json()["uptime_s"] < 1e6
+
+
 def test_one_call_at_a_time_ends_behind_the_first() -> None:
     with saying(CALL + b"\n" + CALL.partition(b"I ask.\n\n")[2] + b" and more") as (served, worker):
         reply = served.client().chat.completions.create(
@@ -187,6 +193,10 @@ def test_a_client_that_reads_nothing_is_given_up() -> None:
                 b"Content-Length: %d\r\n\r\n" % len(body) + body
             )
             line = served.line("r-2")
+            limit = time.monotonic() + 10
+            while served.server._server.server_state.connections:  # it does not hold its connection either
+                assert time.monotonic() < limit
+                time.sleep(0.01)
         assert "read nothing" in line["error"]
         assert worker.enough or worker.drawn == 6000  # it was cancelled, if it had not ended before
         assert served.ask("GET", "/status").json()["requests"] == []
@@ -273,6 +283,9 @@ def test_loading_can_be_stopped() -> None:
     worker.drain()
     release.set()
     assert worker.join(10) and worker.state == "closed" and worker.error is None
+    with serving(worker, texts.model()) as served:
+        ended = served.ask("GET", "/health")
+        assert ended.status == 503 and ended.json()["error"] == "the engine is closed"
 
 
 @pytest.mark.parametrize("stop", (None, "zz"), ids=("by-the-client", "by-the-engine"))

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,9 @@ def test_the_prompt_may_come_from_stdin(
     monkeypatch.setattr(sys, "stdin", StringIO(" \n"))
     assert main(["chat", served.url]) == report.USAGE
     assert "there is no prompt" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(b"caf\xe9"), "utf-8"))
+    assert main(["chat", served.url]) == report.USAGE
+    assert "no text" in capsys.readouterr().err
 
 
 def test_a_long_prompt_shows_how_far_it_is_on_a_terminal(
@@ -211,6 +214,8 @@ def test_nobody_there_and_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_
     (tmp_path / "empty").write_text("")
     for argv, says in (
         (["ftp://x"], "http://host:port"),
+        (["--timeout", "-1"], "--timeout"),
+        (["--timeout", "inf"], "--timeout"),
         (["--key-file", str(tmp_path / "none")], "cannot be read"),
         (["--key-file", str(tmp_path / "empty")], "empty"),
     ):
