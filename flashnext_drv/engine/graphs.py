@@ -244,7 +244,8 @@ class GraphSet(Owner):
         if identity in self._pending:
             return None
         self._check_addresses(identity, stream)
-        if not self._often_enough(identity):
+        # what is being made cannot be closed to make room
+        if len(self._pending) >= self.cap or not self._often_enough(identity):
             return None
         names = tuple(launch.name for launch in launches)
         with Undo() as undo:

@@ -351,6 +351,18 @@ def test_a_thread_makes_it_while_rounds_run_eagerly(
     assert (site.found() == site.wanted(8)).all()
 
 
+def test_what_is_kept_and_made_never_exceeds_the_cap(opened: Opener, launch: Launch, stream: Stream,
+                                                    site: Site) -> None:
+    """Many rounds that are new come before the first executable is ready."""
+    graphs = opened(graph_async=True, graphs=FEWEST)
+    replays = 0
+    for n in range(60):
+        replays += graphs.replay(numbered(n % 6 if n < 30 else n % 2), [launch], stream)
+        assert len(graphs.identities()) + graphs.n_pending <= FEWEST, n
+        threading.Event().wait(0.001)
+    assert replays > 0 and not graphs.off
+
+
 def test_the_simulators_thread_ends_within_the_look(
     opened: Opener, launch: Launch, stream: Stream, device_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
