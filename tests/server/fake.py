@@ -12,6 +12,7 @@ is one lie or fault.  Its tokens depend on a request's ids and seed alone, as th
     error_after     an error event after so many tokens             token_s       seconds a token takes
     wrong_when      streams at once from which on tokens are wrong  leak          the ledger grows
     one_by_one      streams run one after the other                 type          content type
+    deaf            a cancel is not answered
     short_from      requests from this one on end after a token, as if that were all
 
 Its stamps are made up: a token a second from when the request came, so that streams sent together overlap by
@@ -89,6 +90,9 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if fake.key and self.headers.get("authorization") != f"Bearer {fake.key}":
             return self.plain(401, {"error": {"message": "no such key"}})
+        if self.path == "/v1/cancel" and knobs.get("deaf"):
+            self.close_connection = True
+            return None
         if self.path == "/v1/cancel":
             fake.cancelled.add(body["id"])
             return self.plain(200, {"cancelled": True})
