@@ -231,6 +231,8 @@ def main(argv: list[str] | None = None) -> int:
     unknown = sorted(set(only) - {gate.name for gate in GATES})
     if unknown:
         parser.error(f"no gates are called {', '.join(unknown)}")
+    if args.out and (args.out.is_dir() or not args.out.parent.is_dir()):
+        parser.error(f"--out {args.out} is no file in an existing folder")
     outcomes: list[Outcome] = []
     began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with worktree(args.commit, ROOT) as (tree, name), tempfile.TemporaryDirectory(prefix="gates-") as tmp:

@@ -124,5 +124,7 @@ def test_every_gate_of_ours_is_there() -> None:
         assert not gate.needs or (ROOT / gate.needs).exists()
         program = gate.command[0]
         assert program == "-m" or (ROOT / program).exists()
-    with pytest.raises(SystemExit):
-        gates.main(["--only", "nothing"])
+    for words in (["--only", "nothing"], ["--out", str(ROOT)], ["--out", str(ROOT / "none" / "out.json")]):
+        with pytest.raises(SystemExit) as stopped:
+            gates.main(words)
+        assert stopped.value.code == 2
