@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,9 +58,11 @@ class Gate:
     says: str = ""
 
 
-_COUNTS = r"COUNTS device=\w+ passed=(?P<passed>\d+) failed=0 error=0 skipped=(?P<skipped>\d+)"
+_COUNTS = r"COUNTS device=\w+ passed=(?P<passed>[1-9]\d*) failed=0 error=0 skipped=(?P<skipped>\d+)"
 _HASHES = "tests/data/case_hashes.json"
-_SUMMARY = r"SUMMARY (?P<kernels>\d+) kernels: .* 0 fail, .* (?P<controls>\d+) controls: .* 0 missed"
+_COMPARED = r"compared (?P<compared>[1-9]\d*), 0 differ, (?P<left>\d+) only in the file, 0 not in the file"
+_SUMMARY = (r"SUMMARY (?P<kernels>[1-9]\d*) kernels: .* 0 fail, "
+            r".* (?P<controls>[1-9]\d*) controls: .* 0 missed")
 GATES = (
     Gate("build", ("build_kernels.py",), "kernel images of six architectures"),
     Gate("lint", ("-m", "ruff", "check", "."), "house rules of form"),
@@ -69,7 +71,7 @@ GATES = (
     Gate("coverage", ("tools/coverage_table.py",), "the table of kernels is current", ("build",),
          needs="tools/coverage_table.py"),
     Gate("receipts", ("tools/receipt.py", "verify"), "receipts hold what they say", ("build",),
-         needs="tools/receipt.py", says=r"(?P<receipts>\d+) receipts, 0 wrong"),
+         needs="tools/receipt.py", says=r"(?P<receipts>[1-9]\d*) receipts, 0 wrong"),
     Gate("tests", ("-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"), "the suite, in the simulator",
          ("build",), says=_COUNTS),
     Gate("contract", (*_PACKAGE, "check", "--device", "sim", "--log", "{tmp}/check.log"),
@@ -79,7 +81,8 @@ GATES = (
     Gate("fuzz", ("tools/fuzz.py", "--n", "2000", "--seed", "1"), "2,000 mangled inputs",
          needs="tools/fuzz.py"),
     Gate("hashes", ("tools/case_hashes.py", "--device", "sim", "--compare", _HASHES),
-         "every case's bytes against the kept ones", ("build",), needs="tools/case_hashes.py", long=True),
+         "every case's bytes against the kept ones", ("build",), needs="tools/case_hashes.py", long=True,
+         says=_COMPARED),
     Gate("slow", ("-m", "pytest", "-q", "--slow", "-m", "slow"), "tests of minutes", ("build",), long=True,
          says=_COUNTS, limit_s=7200),
     Gate("mutants", ("tools/mutate.py", "--sample", "60", "--seed", "1"), "60 mutants, all noticed",
@@ -89,7 +92,8 @@ GATES = (
     Gate("gpu-contract", (*_PACKAGE, "check", "--device", "cuda"), "the contract, on a GPU", ("build",),
          gpu=True, says=_SUMMARY),
     Gate("gpu-hashes", ("tools/case_hashes.py", "--device", "cuda", "--compare", _HASHES),
-         "the simulator's bytes, on a GPU", ("build",), needs="tools/case_hashes.py", gpu=True),
+         "the simulator's bytes, on a GPU", ("build",), needs="tools/case_hashes.py", gpu=True,
+         says=_COMPARED),
     Gate("gpu-records", (*_PACKAGE, "records", "--device", "cuda"), "the driver's attributes", ("build",),
          gpu=True),
     Gate("gpu-races", ("tools/race_controls.py",), "planted races under compute-sanitizer", ("build",),
@@ -114,10 +118,13 @@ def run_gates(
     gates: Sequence[Gate], tree: Path, tmp: Path, *, only: Sequence[str] = (), long: bool = False,
     gpu: bool = False, python: str = sys.executable,
 ) -> Iterator[Outcome]:
-    """One outcome a gate, in order, as soon as it is known."""
+    """One outcome a gate, in order, as soon as it is known.  only: these and what they build on."""
     states: dict[str, str] = {}
+    wanted = set(only)
+    for gate in reversed(gates):  # each comes behind what it builds on
+        wanted |= set(gate.after) if gate.name in wanted else set()
     for gate in gates:
-        why = _left_out(gate, tree, states, only, long, gpu)
+        why = _left_out(gate, tree, states, wanted, long, gpu)
         made = Outcome(gate.name, NOT_RUN, why) if why else _run(gate, tree, tmp, python)
         states[gate.name] = made.state
         yield made
@@ -148,7 +155,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _left_out(
-    gate: Gate, tree: Path, states: dict[str, str], only: Sequence[str], long: bool, gpu: bool
+    gate: Gate, tree: Path, states: dict[str, str], only: Collection[str], long: bool, gpu: bool
 ) -> str:
     if only and gate.name not in only:
         return "left out by --only"
@@ -224,6 +231,8 @@ def main(argv: list[str] | None = None) -> int:
     unknown = sorted(set(only) - {gate.name for gate in GATES})
     if unknown:
         parser.error(f"no gates are called {', '.join(unknown)}")
+    if args.out and (args.out.is_dir() or not args.out.parent.is_dir()):
+        parser.error(f"--out {args.out} is no file in an existing folder")
     outcomes: list[Outcome] = []
     began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with worktree(args.commit, ROOT) as (tree, name), tempfile.TemporaryDirectory(prefix="gates-") as tmp:

@@ -6,11 +6,11 @@
     python tools/receipt.py quote FILE ... [--commit REV]
 
 A result is what a measuring program wrote (form 2, without a commit).  `make` gives it the commit whose
-sources are those that ran: by default HEAD, and then the working tree must be clean; with --commit that
-commit's own objects are read, whatever lies in the working tree.  Sources that match no commit get no
-receipt.  `verify` checks form, commit, images and everything that can be made again from the figures; --here
-fails those of other sources too.  `quote` prints a line for a table, and refuses a receipt of other sources
-than this tree's (or REV's).  Exit 0 good, 1 refused or wrong, 2 usage.
+sources and measuring client are those that ran: by default HEAD, and then the working tree must be clean;
+with --commit that commit's own objects are read, whatever lies in the working tree.  What matches no commit
+gets no receipt.  `verify` checks form, commit, images and everything that can be made again from the figures;
+--here fails those of other sources too.  `quote` prints a line for a table, and refuses a receipt of other
+sources than this tree's (or REV's).  Exit 0 good, 1 refused or wrong, 2 usage.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from ..errors import RemoteError, UsageError
+from ..errors import FlashNextError, RemoteError, UsageError
 from .sse import Event, EventParser
 
 __all__ = ["Ask", "Cut", "Reply", "Target", "arriving", "ask", "each_alone", "get_json", "post_json",
@@ -322,14 +322,18 @@ class _Reading:
         return told | {"tokens": choice.get("token_ids") or [], "finish_reason": choice.get("finish_reason")}
 
     def _watch(self, over: threading.Event) -> None:
-        """Gives up at the time, or when the condition holds, also while nothing comes."""
+        """Gives up at the time, or when the condition holds, also while nothing comes.  An error of either
+        is the reply's."""
         assert self.wanted is not None
         until = self.sent_at + self.wanted.after_s
-        while not over.wait(0.003):
-            due = self.wanted.when() if self.wanted.when is not None else time.perf_counter() >= until
-            if due:
-                self._give_up()
-                return
+        try:
+            while not over.wait(0.003):
+                due = self.wanted.when() if self.wanted.when is not None else time.perf_counter() >= until
+                if due:
+                    self._give_up()
+                    return
+        except FlashNextError as error:
+            self.error = self.error or f"{type(error).__name__}: {error}"
 
     def _give_up(self) -> None:
         assert self.wanted is not None

@@ -234,6 +234,7 @@ def _number(kind: str, raw: bytes) -> int | float:
 def _identity(identity: object) -> dict[str, Any]:
     if dataclasses.is_dataclass(identity) and not isinstance(identity, type):
         found = dataclasses.asdict(identity)
+        found.pop("fingerprint", None)  # of addresses: another process's is another
     else:
         found = dict(zip(("path", "rows"), identity, strict=False)) if isinstance(identity, tuple) else {}
     return {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}

@@ -53,16 +53,16 @@ def run_interrupts(site: Site, sizes: Interrupts, *, salt: int = 7000) -> dict[s
     solo = each_alone(site.target, requests)
     for i, reply in enumerate(solo):
         notes.take(f"solo {i}", reply)
-    before = settled(site)["memory"]
+    before = settled(site)
     drained = [i for i, (phase, _) in enumerate(cells) if phase == "drain"]
     for i, ((phase, way), request) in enumerate(zip(cells, requests, strict=True)):
         if phase != "drain":
             seen = _Seen(site, phase)
             reply = _one(site, phase, way, sizes.longer(request), seen, salt)
             made.append(_judged(site, notes, i, phase, way, reply, solo[i], seen.held))
-            left = settled(site)["left"]
-            notes.reasons += [f"{phase} by {way} {i}: still running afterwards: {left}"] if left else []
-    changed = drift(before, settled(site)["memory"])
+            left = settled(site, before["counts"])["left"]
+            notes.reasons += [f"{phase} by {way} {i}: running or held afterwards: {left}"] if left else []
+    changed = drift(before["memory"], settled(site)["memory"])
     notes.reasons += [f"ledger: {each}" for each in changed]
     if drained and site.control is None:
         notes.reasons.append("drain: the server was started elsewhere and cannot be drained")

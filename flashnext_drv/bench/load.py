@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
@@ -67,7 +67,7 @@ def run_load(
     else:
         replies = together(site.target, asked, load.streams, cuts)
     seconds = time.perf_counter() - began
-    after = settled(site)
+    after = settled(site, before["counts"])
     whole = [r for r, cut in zip(replies, cuts, strict=True) if cut is None]
     given_up = [r for r, cut in zip(replies, cuts, strict=True) if cut is not None]
     n_wrong = 0
@@ -113,12 +113,15 @@ def drift(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
             if old.get((owner, tier)) != new.get((owner, tier))]
 
 
-def settled(site: Site) -> dict[str, Any]:
-    """Memory and counts once nothing runs; left: what still does after a minute."""
+def settled(site: Site, before: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Memory and counts once nothing runs, and slots and pages are free as they were `before`; left: what
+    still is not so after a minute."""
     until = time.monotonic() + _SETTLE_S
     while True:
         counts = site.counts()
         busy = {name: n for name, n in counts.items() if name in ("queued", "prompting", "decoding") and n}
+        busy |= {name: counts[name] for name in ("free_slots", "free_pages")
+                 if before is not None and counts[name] != before[name]}
         if not busy or time.monotonic() >= until:
             return {"memory": site.memory(), "counts": counts, "left": busy}
         time.sleep(0.02)

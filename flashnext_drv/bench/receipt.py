@@ -7,7 +7,8 @@ describes, from the sources and images that run used, and is never edited or mov
     source_digest  the package's Python files, cuda_src/, build_kernels.py, pyproject.toml: what runs
     client_digest  bench/, cli/bench.py and the program in tools/ that was started: what measured
     kernels        declarations and kernel sources, and the images of this GPU
-    tree           the commit whose sources have that source_digest; a result has none before it is sealed
+    tree           the commit whose sources have that source_digest, and that client_digest; a result has none
+                   before it is sealed
 
 Form 1 (no "form") is older: package_digest and kernels alone say which sources ran.
 """

@@ -104,8 +104,8 @@ def add_parser(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write.  Raises UsageError, RemoteError, and what opening an engine raises."""
     kinds: list[str] = args.what
-    _check_files(args, kinds)
     if args.join:
+        _check_files(args, kinds)
         return _join(args, kinds)
     if (args.url is None) == (args.own_pack is None):
         raise UsageError("bench needs the URL of a running server, or --pack PACK, and not both")
@@ -113,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("matrix starts servers with other limits by itself", do="give --pack, and it alone")
     if "cold" in kinds and len(args.lengths or ()) > len(cases.COLD):
         raise UsageError("cold has so many prompts at most", prompts=len(cases.COLD))
+    _check_files(args, kinds)
     if args.own_pack is not None:
         return _matrix(args) if "matrix" in kinds else _own(args, kinds)
     site = find_site(Target(args.url, key=_key(args.key_file)), vocab=args.vocab, say=_say)

@@ -230,8 +230,7 @@ class DeepPass(Owner):
         """Whether graphs of this bucket are wanted.  Not for its first chunk; nor where memory ran so low
         that not even one walk is kept: each part would push out the next one."""
         if graphs.cap < self.n_parts:
-            for identity in graphs.identities():
-                graphs.drop(identity.path, self._stream)
+            graphs.drop_all(self._stream)
             return False
         came = bucket in self._came
         self._came.add(bucket)

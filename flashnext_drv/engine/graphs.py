@@ -224,6 +224,17 @@ class GraphSet(Owner):
                 undo.callback(self._close, identity)
                 self._count(path, "dropped")
 
+    def drop_all(self, stream: Stream) -> None:
+        """Close every executable; of those being made, what is ready: call again while `n_pending`.
+
+        Raises ContextLost, or the DriverError of whatever could not be closed."""
+        for pending in self._pending.values():
+            pending.wanted = False
+        if self._pending:
+            self._take_up()
+        for path in {identity.path: None for identity in self._kept}:
+            self.drop(path, stream)
+
     def report(self) -> dict[str, Any]:
         """For `memory()`: bytes by identity, counters by path, what is off."""
         sizes = {str(identity): size for identity, size in self.device_bytes.items()}
@@ -244,7 +255,8 @@ class GraphSet(Owner):
         if identity in self._pending:
             return None
         self._check_addresses(identity, stream)
-        if not self._often_enough(identity):
+        # what is being made cannot be closed to make room
+        if len(self._pending) >= self.cap or not self._often_enough(identity):
             return None
         names = tuple(launch.name for launch in launches)
         with Undo() as undo:

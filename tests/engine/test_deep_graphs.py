@@ -215,6 +215,19 @@ def test_graphs_made_on_the_thread(
     assert not left(engine)
 
 
+def test_what_is_being_made_goes_too_where_memory_is_low(engine: Engine, eager: dict[str, bytes]) -> None:
+    with fresh(engine, graph_async=True) as graphs:
+        life(engine, 2)
+        assert graphs.n_pending > 0
+        graphs.cap = pass_of(engine).n_parts - 1
+        for _ in range(9):  # the simulator's thread has ended by then
+            life(engine, 1)
+        assert life(engine) == eager
+        assert graphs.n_pending == 0 == len(graphs.identities()) and not graphs.off
+        assert graphs.counters.dropped == graphs.counters.captures > 0
+    assert not left(engine)
+
+
 def test_what_graphs_captured_outlives_them(micro: Path, device: str) -> None:
     with Engine.open(micro, LIMITS, device=device) as opened:
         life(opened)

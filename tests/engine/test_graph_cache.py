@@ -351,6 +351,13 @@ def test_a_thread_makes_it_while_rounds_run_eagerly(
     assert (site.found() == site.wanted(8)).all()
 
 
+def test_kept_and_made_stay_within_the_cap(opened: Opener, launch: Launch, stream: Stream) -> None:
+    graphs = opened(graph_async=True, graphs=FEWEST)
+    for n in range(30):  # more are new than can be kept, before the first is ready
+        graphs.replay(numbered(n % 6), [launch], stream)
+        assert len(graphs.identities()) + graphs.n_pending <= FEWEST, n
+
+
 def test_the_simulators_thread_ends_within_the_look(
     opened: Opener, launch: Launch, stream: Stream, device_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,9 +487,7 @@ def test_dropped_while_it_is_made(
     assert sum(ledger.live("graph_exec").values()) == sum(ledger.live("graph").values()) == 1
 
 
-def test_a_context_lost_on_the_thread_reaches_the_caller(
-    device_name: str, ledger: Ledger
-) -> None:
+def test_a_context_lost_on_the_thread_reaches_the_caller(device_name: str, ledger: Ledger) -> None:
     with Context(0, ledger=ledger) as ctx, Stream(ctx, "s") as stream, Kernels(ctx, ("glue",)) as kernels, \
             DeviceArena(ctx, "a", 1 << 16) as arena:
         launch = Site(arena, stream).launch(kernels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,26 @@ def test_a_gate_passes_only_when_it_says_so(tmp_path: Path) -> None:
     assert found["behind that"] == (NOT_RUN, "behind code was not run")
     assert [found[name][0] for name in ("gpu", "long", "absent")] == [NOT_RUN] * 3
     assert run(tmp_path, Gate("a", ("-c", "pass"), ""), only=("b",)) == {"a": (NOT_RUN, "left out by --only")}
+
+
+def test_a_gate_that_is_asked_for_brings_what_it_builds_on(tmp_path: Path) -> None:
+    wanted = (Gate("a", ("-c", "pass"), ""), Gate("b", ("-c", "pass"), "", after=("a",)),
+              Gate("c", ("-c", "pass"), "", after=("b",)), Gate("d", ("-c", "pass"), ""))
+    states = {name: state for name, (state, _) in run(tmp_path, *wanted, only=("c",)).items()}
+    assert states == {"a": PASSED, "b": PASSED, "c": PASSED, "d": NOT_RUN}
+
+
+@pytest.mark.parametrize(("name", "line", "good"), [
+    ("receipts", "30 receipts, 0 wrong", True), ("receipts", "0 receipts, 0 wrong", False),
+    ("tests", "COUNTS device=sim passed=7 failed=0 error=0 skipped=0", True),
+    ("tests", "COUNTS device=sim passed=0 failed=0 error=0 skipped=9", False),
+    ("contract", "SUMMARY 2 kernels: 2 pass, 0 fail, 0 known; 9 controls: 9 red, 0 missed", True),
+    ("contract", "SUMMARY 0 kernels: 0 pass, 0 fail, 0 known; 0 controls: 0 red, 0 missed", False),
+    ("hashes", "compared 810, 0 differ, 14 only in the file, 0 not in the file", True),
+    ("hashes", "compared 0, 0 differ, 824 only in the file, 0 not in the file", False)])
+def test_nothing_done_is_no_gate_passed(name: str, line: str, good: bool) -> None:
+    says = next(gate.says for gate in gates.GATES if gate.name == name)
+    assert (re.search(says, line) is not None) is good
 
 
 def test_a_gate_sees_the_worktree_and_no_settings_of_ours(
@@ -103,5 +124,7 @@ def test_every_gate_of_ours_is_there() -> None:
         assert not gate.needs or (ROOT / gate.needs).exists()
         program = gate.command[0]
         assert program == "-m" or (ROOT / program).exists()
-    with pytest.raises(SystemExit):
-        gates.main(["--only", "nothing"])
+    for words in (["--only", "nothing"], ["--out", str(ROOT)], ["--out", str(ROOT / "none" / "out.json")]):
+        with pytest.raises(SystemExit) as stopped:
+            gates.main(words)
+        assert stopped.value.code == 2

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from flashnext_drv.__main__ import main
 from flashnext_drv.bench import graph_view as view
 from flashnext_drv.cli import report
 from flashnext_drv.drv.memory import Span
+from flashnext_drv.engine.graphs import Identity
 from flashnext_drv.errors import UsageError
 from flashnext_drv.kernels import catalog
 
@@ -38,6 +40,19 @@ def chain(n: int) -> view.Listing:
 
 DIAMOND = listing([kernel(0, "top"), {"id": 1, "kind": "memcpy"}, kernel(2, "right"), kernel(3, "foot")],
                   [(0, 1), (0, 2), (1, 3), (2, 3)])
+
+
+def test_a_listing_does_not_depend_on_addresses() -> None:
+    class Bare:
+        name, nodes, edges = "g", list, list
+
+        def arguments(self, sizes: Any) -> list[Any]:
+            return []
+
+    one = Identity("body", 1, (1,), 2048, "4x64", -1, (0, 1), fingerprint=7)
+    bare: Any = Bare()
+    listings = [view.graph_listing(bare, each, {}) for each in (one, replace(one, fingerprint=8))]
+    assert listings[0] == listings[1] and listings[0]["identity"]["pattern"] == [1]
 
 
 @pytest.mark.parametrize("graph", [chain(1), chain(120), DIAMOND, listing([], [])])

@@ -12,6 +12,8 @@ is one lie or fault.  Its tokens depend on a request's ids and seed alone, as th
     error_after     an error event after so many tokens             token_s       seconds a token takes
     wrong_when      streams at once from which on tokens are wrong  leak          the ledger grows
     one_by_one      streams run one after the other                 type          content type
+    deaf            a cancel is not answered
+    hold            a cancelled request keeps its slot and pages
     short_from      requests from this one on end after a token, as if that were all
 
 Its stamps are made up: a token a second from when the request came, so that streams sent together overlap by
@@ -68,9 +70,11 @@ class Fake:
     end: float = 0.0
 
     def status(self) -> dict[str, Any]:
+        held = len(self.cancelled) if self.knobs.get("hold") else 0
         return {"model": {"name": "fake", "vocab": VOCAB}, "max_streams": self.max_streams,
                 "graphs": self.graphs, "queued": 0, "prompting": 0, "decoding": self.live,
-                "free_slots": self.max_streams - self.live, "free_pages": 9, "draining": self.draining}
+                "free_slots": self.max_streams - self.live - held, "free_pages": 9 - held,
+                "draining": self.draining}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -89,6 +93,9 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if fake.key and self.headers.get("authorization") != f"Bearer {fake.key}":
             return self.plain(401, {"error": {"message": "no such key"}})
+        if self.path == "/v1/cancel" and knobs.get("deaf"):
+            self.close_connection = True
+            return None
         if self.path == "/v1/cancel":
             fake.cancelled.add(body["id"])
             return self.plain(200, {"cancelled": True})

@@ -70,6 +70,7 @@ def test_what_cannot_be_written_or_drawn_is_refused_before_anything_is_asked(
                   ("cold", fake.url, "--lengths", "4,5,6,7"),
                   ("decode", "http://[::1"), ("decode", "http://a..b:80"), ("decode", "http://x:port")):
         assert run(*words) == 2, words
+    assert run("decode,cold", "--out", tmp_path / "new") == 2 and not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
     assert run("decode,cold", fake.url, "--out", tmp_path / "file") == 2
     for text in ("two\nlines", "k\u00e4y"):

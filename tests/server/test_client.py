@@ -153,6 +153,20 @@ def test_disconnect_and_cancel_stop_a_reply(fake: fakes.Fake) -> None:
     assert reply.finish == "cancelled" and reply.finished
 
 
+@pytest.mark.parametrize("cut", [Cut(after_tokens=3, how="cancel"), Cut(after_s=0.01, how="cancel")])
+def test_a_cancel_that_nobody_answers_is_an_error_of_the_reply(fake: fakes.Fake, cut: Cut) -> None:
+    reply = answer(fake, cut=cut, deaf=True, token_s=0.005)
+    assert reply.cut.startswith("cancel") and "had no answer" in reply.error
+
+
+def test_a_condition_that_fails_is_an_error_of_the_reply(fake: fakes.Fake) -> None:
+    def fails() -> bool:
+        raise UsageError("nobody can tell")
+
+    reply = answer(fake, cut=Cut(when=fails), token_s=0.005)
+    assert not reply.cut and "nobody can tell" in reply.error
+
+
 def test_a_reply_can_be_given_up_before_anything_came(fake: fakes.Fake) -> None:
     reply = answer(fake, REQUEST, Cut(after_s=0.05), token_s=0.3)
     assert reply.cut == "disconnect after 0 tokens" and not reply.error and not reply.tokens

@@ -273,7 +273,9 @@ def test_the_matrix_holds_every_leg_to_every_other(fake: fakes.Fake) -> None:
     assert "not the hash that another leg has" in reasons(matrix.join_parts(parts))
 
 
-def test_a_load_is_held_to_solo_runs_and_leaves_nothing(fake: fakes.Fake) -> None:
+def test_a_load_is_held_to_solo_runs_and_leaves_nothing(
+    fake: fakes.Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few = load.Load(requests=60, streams=4, kinds=6, prompt_tokens=9, new_tokens=8, cancels=0.3)
     fake.knobs = {"token_s": 0.0005}
     found = load.run_load(site_of(fake), few)
@@ -285,6 +287,9 @@ def test_a_load_is_held_to_solo_runs_and_leaves_nothing(fake: fakes.Fake) -> Non
     assert said == "every request was to be given up: none was held to its whole solo run"
     fake.knobs = {"token_s": 0.0005, "short_from": fake.n_requests + few.kinds + few.streams + 1}
     assert "1 tokens came" in reasons(load.run_load(site_of(fake), replace(few, cancels=1.0)))
+    monkeypatch.setattr(load, "_SETTLE_S", 0.05)
+    fake.knobs = {"token_s": 0.0005, "hold": True}
+    assert "left in the server: {'free_slots': " in reasons(load.run_load(site_of(fake), few))
     fake.knobs = {"leak": True}
     assert "ledger: weights device" in reasons(load.run_load(site_of(fake), few))
     fake.knobs = {"wrong_when": 2, "token_s": 0.003}
