@@ -93,7 +93,7 @@ class Sizes:
 
         if small:
             k = pack.config.n_active
-            return cls(held(1, k, most // 2, most), 24, 4, most // 2, held(1, most - 1), 2, 4, (24, 12), 8,
+            return cls(held(1, k, most // 2, most), 24, 4, most // 2, held(1, most - 1), 2, 4, (24,), 8,
                        72, card_bytes or 1 << 30, 1 << 16)
         return cls(held(16, 40, 72, 144, most), 64, 32, min(72, most), held(40, 16, 144, 288, 432), 24, 40,
                    (16384, 2048), 512, 32768, card_bytes or 16_000_000_000, 2 << 30)
