@@ -1,7 +1,8 @@
 // gemv.cuh: a warp's products of 16 outputs with up to 8 ROW_TILES rows; used by linear_gemv and moe_gemv_*.
 //
 //   FnPlace                        where a warp stands in a launch of blocks of FN_GEMV_THREADS
-//   fn_weight_dot<Weights, ROW_TILES>(...) W 16 outputs x one k range x up to 8 ROW_TILES rows
+//   fn_weight_dot<Weights, ROW_TILES>(...) W 16 outputs x units of K x up to 8 ROW_TILES rows
+//   fn_units_log2(units, blocks)   how many units of a dot a block takes
 //   fn_with_weights<PLAIN>(format, job)    job.run<Weights>() of a format
 //
 // A block is one pair of tiles of 16 outputs, a warp a tile: small grids reach all SMs, and the critical path is
@@ -111,6 +112,11 @@ template <u32 ROW_TILES> struct FnRows {
     }
 };
 
+template <u32 ROW_TILES> FN_DEVICE void fn_clear(float (&d)[ROW_TILES][4]) {
+#pragma unroll
+    for (u32 r = 0; r < ROW_TILES; r++) d[r][0] = d[r][1] = d[r][2] = d[r][3] = 0.f;
+}
+
 // One k step: d[row tile] += weights x rows.
 template <class Weights, u32 ROW_TILES>
 FN_DEVICE void fn_dot_step(const Weights& weights, const typename Weights::Step& words,
@@ -132,60 +138,78 @@ FN_DEVICE void fn_dot_step(const Weights& weights, const typename Weights::Step&
     }
 }
 
-// d += weights x rows over n_steps k steps, k rising.  Groups of kDepth steps: the words of the next group
-// are asked for as those of this one are used; the steps that make no group come last.
-template <class Weights, u32 ROW_TILES>
-FN_DEVICE void fn_dot_run(Weights weights, FnRows<ROW_TILES> rows, u32 n_steps,
-                          float (&d)[ROW_TILES][4]) {
+// Sums of n_units units that lie one behind the other in K, n_steps k steps each, k rising, every unit from zero
+// accumulators; store(d) takes them in turn.  Groups of kDepth steps: the words of the next group are asked for as
+// those of this one are used, over the end of a unit too; the steps that make no group come last, unit by unit.
+template <class Weights, u32 ROW_TILES, class Store>
+FN_DEVICE void fn_dot_units(Weights weights, FnRows<ROW_TILES> rows, u32 n_steps, u32 n_units, Store& store) {
     constexpr u32 depth = Weights::kDepth;
     typename Weights::Step words[depth];
     uint2 x[depth][ROW_TILES];
-    u32 n_groups = n_steps / depth, n_rest = n_steps - n_groups * depth;
-    if (n_groups) {
-#pragma unroll
-        for (u32 i = 0; i < depth; i++) weights.load(i, words[i]);
-#pragma unroll
-        for (u32 i = 0; i < depth; i++) rows.load(i, x[i]);
+    float d[ROW_TILES][4];
+    fn_clear(d);
+    u32 of_unit = n_steps / depth, n_rest = n_steps - of_unit * depth;
+    u32 left = n_rest ? 0u : of_unit;  // groups to the end of a unit; from 0 on there is none inside the loop
+    u32 n_groups = n_rest ? of_unit : of_unit * n_units;
 #pragma unroll 1
-        while (--n_groups) {
+    do {
+        if (of_unit) {
+            u32 n = n_groups;
+#pragma unroll
+            for (u32 i = 0; i < depth; i++) weights.load(i, words[i]);
+#pragma unroll
+            for (u32 i = 0; i < depth; i++) rows.load(i, x[i]);
+#pragma unroll 1
+            while (--n) {
+                weights.advance(depth);
+                rows.advance(depth);
+#pragma unroll
+                for (u32 i = 0; i < depth; i++) {
+                    fn_dot_step(weights, words[i], x[i], d);
+                    weights.load(i, words[i]);
+                    rows.load(i, x[i]);
+                }
+                if (--left == 0) {
+                    store(d);
+                    fn_clear(d);
+                    left = of_unit;
+                }
+            }
+#pragma unroll
+            for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);
             weights.advance(depth);
             rows.advance(depth);
-#pragma unroll
-            for (u32 i = 0; i < depth; i++) {
-                fn_dot_step(weights, words[i], x[i], d);
-                weights.load(i, words[i]);
-                rows.load(i, x[i]);
-            }
         }
-#pragma unroll
-        for (u32 i = 0; i < depth; i++) fn_dot_step(weights, words[i], x[i], d);
-        weights.advance(depth);
-        rows.advance(depth);
-    }
 #pragma unroll 1
-    while (n_rest--) {
-        weights.load(0, words[0]);
-        rows.load(0, x[0]);
-        fn_dot_step(weights, words[0], x[0], d);
-        weights.advance(1);
-        rows.advance(1);
-    }
+        for (u32 i = 0; i < n_rest; i++) {
+            weights.load(0, words[0]);
+            rows.load(0, x[0]);
+            fn_dot_step(weights, words[0], x[0], d);
+            weights.advance(1);
+            rows.advance(1);
+        }
+        store(d);
+        fn_clear(d);
+    } while (n_rest && --n_units);
 }
 
-// Outputs 16 tile .. + 15 of weights `data` (k inputs, n outputs) over inputs k0 .. k1 - 1, from zero accumulators.
-// rows: at the row's start (this adds k0 and the lane's place).  lane: threadIdx.x & 31, as fn_thread_here gives it
-// where what follows from it would fill registers from the kernel's start on.  With g = lane / 4 and t = lane % 4,
-// d[r][0], [1] are output 16 tile + g of rows 8 r + 2 t, + 1, and d[r][2], [3] are output + 8 of the same rows.
-template <class Weights, u32 ROW_TILES>
-FN_DEVICE void fn_weight_dot(u64 data, u32 k, u32 n, u32 tile, u32 k0, u32 k1, u32 lane, FnRows<ROW_TILES> rows,
-                             float (&d)[ROW_TILES][4]) {
+// Outputs 16 tile .. + 15 of weights `data` (k inputs, n outputs) for n_units units of unit_k inputs, the first from
+// input k0 on.  rows: at the row's start (this adds k0 and the lane's place).  lane: threadIdx.x & 31, as
+// fn_thread_here gives it where what follows from it would fill registers from the kernel's start on.  store(d), once
+// a unit: with g = lane / 4 and t = lane % 4, d[r][0], [1] are output 16 tile + g of rows 8 r + 2 t, + 1, and d[r][2],
+// [3] are output + 8 of the same rows.
+template <class Weights, u32 ROW_TILES, class Store>
+FN_DEVICE void fn_weight_dot(u64 data, u32 k, u32 n, u32 tile, u32 k0, u32 unit_k, u32 n_units, u32 lane,
+                             FnRows<ROW_TILES> rows, Store& store) {
 #pragma unroll
-    for (u32 r = 0; r < ROW_TILES; r++) {
-        rows.at[r] += k0 + 4u * (lane & 3u);
-#pragma unroll
-        for (int i = 0; i < 4; i++) d[r][i] = 0.f;
-    }
-    fn_dot_run<Weights, ROW_TILES>(Weights(data, k, n, tile, k0 / 16u, lane), rows, (k1 - k0) / 16u, d);
+    for (u32 r = 0; r < ROW_TILES; r++) rows.at[r] += k0 + 4u * (lane & 3u);
+    fn_dot_units(Weights(data, k, n, tile, k0 / 16u, lane), rows, unit_k / 16u, n_units, store);
+}
+
+// log2 of the units a block takes when `blocks` share `units` of them: the fewest that do, a power of two.
+FN_DEVICE u32 fn_units_log2(u32 units, u32 blocks) {
+    u32 fewest = fn_clz(blocks) - fn_min_u32(fn_clz(units), fn_clz(blocks));
+    return fewest + (blocks << fewest < units);
 }
 
 // job.run<Weights>() for the weights of that format.  Loops over several dots stand in the job, so what follows from

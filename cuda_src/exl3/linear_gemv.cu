@@ -1,10 +1,10 @@
 // linear_gemv: partial sums of several linears, each of any format, for at most 8 FN_ROW_TILES rows.
 // Contract    linears[j].x (rows_cap, x_stride) f16 operands, linears[j].w -> linears[j].part (units,
 //             rows_cap, n) f32, rows < n_rows and outputs < n only.  rows_cap <= 8 FN_ROW_TILES.  EXL3: k, n
-//             % 128 == 0; plain: k % 16 == 0, any n >= 1.  n_warps = ceil(n / 32) * units; first_warp counts
-//             warps of the linears before.
-// Launch      grid (total warps), block 64: a block is 32 outputs of one unit, all rows, a warp 16 of them;
-//             "warps" of the table are such blocks, units of the same outputs beside each other.
+//             % 128 == 0; plain: k % 16 == 0, any n >= 1.  n_warps = ceil(n / 32) * units, or that halved
+//             up to log2(units) times; first_warp counts those of the linears before.
+// Launch      grid (total warps), block 64: a block is 32 outputs of as many units, one behind the other, as n_warps
+//             leaves each block, all rows; a warp 16 of the outputs.  "warps" of the table are such blocks.
 // Arithmetic  orders exl3_dot_v1 and plain_dot_v1: one chain of k16 mma steps a unit, k rising, from zero;
 //             bf16: the operand as hi + lo, hi first.  Rows of an mma do not meet: row 0 stands in for those
 //             that are not there.
@@ -17,12 +17,26 @@
 namespace FN_NAMESPACE {
 struct LinearDot {
     u64 data;
-    u32 k, n, tile, k0, k1;
+    u32 k, n, tile, k0, unit_k, n_units, n_rows;
+    u64 unit_stride;
+    float* part;  // of row 0 and output 0 of the next unit
     FnRows<FN_ROW_TILES> rows;
-    float d[FN_ROW_TILES][4];
 
     template <class Weights> FN_DEVICE void run() {
-        fn_weight_dot<Weights, FN_ROW_TILES>(data, k, n, tile, k0, k1, fn_thread_here() & 31u, rows, d);
+        u32 lane = fn_thread_here() & 31u;
+        fn_weight_dot<Weights, FN_ROW_TILES>(data, k, n, tile, k0, unit_k, n_units, lane, rows, *this);
+    }
+    FN_DEVICE void operator()(const float (&d)[FN_ROW_TILES][4]) {
+        u32 lane = fn_thread_here() & 31u;
+#pragma unroll
+        for (u32 r = 0; r < FN_ROW_TILES; r++) {
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                u32 row = 8u * r + 2u * (lane & 3u) + (i & 1u), output = 16u * tile + 8u * (i >> 1) + (lane >> 2);
+                if (row < n_rows && output < n) part[(u64)row * n + output] = d[r][i];
+            }
+        }
+        part += unit_stride;
     }
 };
 }  // namespace FN_NAMESPACE
@@ -47,18 +61,22 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
     bool there = (warp < linear.n_warps) & (linear.w.data != 0) & (linear.x != 0) & (linear.part != 0);
     there &= (linear.k != 0) & (linear.leaves != 0) & (linear.segments != 0);
     there &= (linear.w.format != 0xffffffffu) & (linear.x_stride != 0xffffffffu);
-    u32 pair = warp >> (fn_ffs(units) - 1u), unit = warp & (units - 1u), k0, k1;
+    u32 pairs = (n + 31u) / 32u, taken = fn_units_log2(pairs * units, linear.n_warps), first_unit = warp << taken;
+    u32 pair = first_unit >> (fn_ffs(units) - 1u), unit = first_unit & (units - 1u), k0, k1;
     u32 tile = 2u * pair + place.half;
     there &= 16u * tile < n;
     fn_unit_range(linear.k, units, unit, k0, k1);
+    u32 unit_k = k1 - k0;
     if (there && !fn_is_exl3(linear.w) && lane == 0)
-        fn_prefetch_l2(linear.w.data + ((u64)tile * (linear.k / 16u) + k0 / 16u) * 512u, 32u * (k1 - k0));
+        fn_prefetch_l2(linear.w.data + ((u64)tile * (linear.k / 16u) + k0 / 16u) * 512u, 32u * unit_k << taken);
 
     fn_wait_prior();
     u32 n_rows = round->n_rows, rows_cap = round->rows_cap;
     if ((n_rows == 0) | (rows_cap == 0) | !there) return;
 
-    LinearDot dot{linear.w.data, linear.k, n, tile, k0, k1, {}, {}};
+    u64 unit_stride = (u64)rows_cap * n;
+    LinearDot dot{linear.w.data, linear.k, n, tile, k0, unit_k, 1u << taken, n_rows, unit_stride, nullptr, {}};
+    dot.part = reinterpret_cast<float*>(linear.part) + unit * unit_stride;
 #pragma unroll
     for (u32 r = 0; r < FN_ROW_TILES; r++) {
         u32 row = 8u * r + (lane >> 2);
@@ -67,15 +85,4 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
     }
     fn_with_weights<true>(linear.w.format, dot);
     fn_let_next();  // not before: blocks of the next launch would take places among these
-
-    float* part = reinterpret_cast<float*>(linear.part) + (u64)unit * rows_cap * n;
-#pragma unroll
-    for (u32 r = 0; r < FN_ROW_TILES; r++) {
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-            u32 row = 8u * r + 2u * (lane & 3u) + (i & 1u);
-            u32 output = 16u * tile + 8u * (i >> 1 & 1u) + (lane >> 2);
-            if (row < n_rows && output < n) part[(u64)row * n + output] = dot.d[r][i];
-        }
-    }
 }

@@ -32,31 +32,33 @@ FN_DEVICE u32 fn_slot_with(const FnSlotDots& dots, u32 expert, u32 row, u32 slot
     return fn_min_u32(found, fn_shfl_xor(found, 2u));
 }
 
-// One dot's items, 32 outputs of one unit each, of which a block takes every gridDim.x-th from its own on.
-struct FnSlotItems {
+// One dot's units of 32 outputs, units of the same outputs one behind the other, of which a block takes an equal share.
+struct FnSlotUnits {
     u64 data;
-    u32 k, n, n_items, units_log2;
+    u32 k, n, n_units, units_log2, first, end;  // units of the dot, log2 of those of one output, the block's own
     const u16* x;
-    float* at[2];  // where sums of the lane's two rows go for item 0, or null
-    u64 unit_stride;
+    float* at[2];  // where sums of the lane's two rows go for output 0 of the warp's tile, unit 0; null: nowhere
+    u64 unit_stride, to;  // from `at` to the next unit's place
 
-    template <class Weights> FN_DEVICE void run() const {
+    template <class Weights> FN_DEVICE void run() {
         FnPlace place;
-        u32 size = k >> units_log2;
+        u32 size = k >> units_log2, lane = threadIdx.x & 31u, together = fn_min_u32(end - first, 1u << units_log2);
 #pragma unroll 1
-        for (u32 item = place.pair; item < n_items; item += gridDim.x) {
-            u32 pair = item >> units_log2, unit = item - (pair << units_log2);
-            float d[1][4];
-            fn_weight_dot<Weights, 1>(data, k, n, 2u * pair + place.half, unit * size, unit * size + size,
-                                      threadIdx.x & 31u, FnRows<1>{{x}}, d);
-            u64 to = unit * unit_stride + 32u * pair;
-#pragma unroll
-            for (u32 i = 0; i < 2; i++) {
-                if (at[i] == nullptr) continue;
-                at[i][to] = d[0][i];
-                at[i][to + 8u] = d[0][2u + i];
-            }
+        for (u32 i = first; i < end; i += together) {
+            u32 pair = i >> units_log2, unit = i - (pair << units_log2);
+            to = unit * unit_stride + 32u * pair;
+            fn_weight_dot<Weights, 1>(data, k, n, 2u * pair + place.half, unit * size, size, together, lane,
+                                      FnRows<1>{{x}}, *this);
         }
+    }
+    FN_DEVICE void operator()(const float (&d)[1][4]) {
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            if (at[i] == nullptr) continue;
+            at[i][to] = d[0][i];
+            at[i][to + 8u] = d[0][2u + i];
+        }
+        to += unit_stride;
     }
 };
 
@@ -68,21 +70,24 @@ FN_DEVICE void fn_slot_dot(const FnSlotDots& dots, u32 expert, u32 row, u32 slot
                            const u16* x, u32 x_stride, float* part, u32 part_stride, u64 unit_stride) {
     static_assert(FN_THREADS == FN_GEMV_THREADS, "a block is a pair of tiles");
     FnPlace place;
-    u32 lane = threadIdx.x & 31u, units_log2 = fn_dot_segments_log2(k, n), n_items = n / 32u << units_log2;
+    u32 lane = threadIdx.x & 31u, units_log2 = fn_dot_segments_log2(k, n), n_units = n / 32u << units_log2;
+    u32 taken = fn_units_log2(n_units, gridDim.x), first_unit = place.pair << taken;
     u32 mine = fn_slot_with(dots, expert, row, slot), has = fn_ballot(mine != FN_NO_SLOT);
     bool first = (has & ((1u << (4u * (row & 7u))) - 1u)) == 0;
-    if ((place.pair >= n_items) | !first | (data == 0) | (format == 0xffffffffu)) return;  // one branch: loads at once
+    // One branch: loads at once.
+    if ((first_unit >= n_units) | !first | (data == 0) | (format == 0xffffffffu)) return;
     // Row g of the mma is row g of the eight where it has the expert, else this one.
     u32 from = mine != FN_NO_SLOT ? ((row & ~7u) + (lane >> 2)) * dots.n_slots + mine : row * dots.n_slots + slot;
     x += (u64)(from * dots.parts + dots.p) * x_stride;
     part += 16u * place.half + (lane >> 2);
-    FnSlotItems items{data, k, n, n_items, units_log2, x, {}, unit_stride};
+    u32 end = fn_min_u32(first_unit + (1u << taken), n_units);
+    FnSlotUnits units{data, k, n, n_units, units_log2, first_unit, end, x, {}, unit_stride, 0};
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {
         u32 column = 2u * (lane & 3u) + i, theirs = fn_shfl(mine, 4u * column);
         u32 dot = (((row & ~7u) + column) * dots.n_slots + theirs) * dots.parts + dots.p;
-        items.at[i] = theirs == FN_NO_SLOT ? nullptr : part + (u64)dot * part_stride;
+        units.at[i] = theirs == FN_NO_SLOT ? nullptr : part + (u64)dot * part_stride;
     }
-    fn_with_weights<false>(format, items);
+    fn_with_weights<false>(format, units);
     fn_let_next();  // not before: blocks of the next launch would take places among these
 }

@@ -3,9 +3,9 @@
 //             operands, index 0 gate, 1 up -> part (units, rows_cap, n_slots, 2, width_cap) f32, rows <
 //             n_rows, units and outputs below the line's own.  EXL3 projections of any width and codebook,
 //             each line its own; hidden, width % 128 == 0.
-// Launch      grid (blocks, 2 n_slots, rows_cap), block 64, any number of blocks: a dot has width / 32 * segments items, 32
-//             outputs of one unit each, and block i takes items i, i + blocks, ...; those beyond the line's own
-//             return.  It does them for all of its row's eight that chose the same expert: the first of these.
+// Launch      grid (blocks, 2 n_slots, rows_cap), block 64, any number of blocks: they share a dot's width / 32 *
+//             segments units of 32 outputs, 2^s units that follow each other to a block with the smallest s that
+//             does.  It does them for all of its row's eight that chose the same expert: the first of these.
 // Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, width, 1) segments.  Rows of an mma do not
 //             meet.
 // Equality    the same bytes as linear_gemv for the same operand, weights and segments.

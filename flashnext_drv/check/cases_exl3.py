@@ -228,7 +228,8 @@ class _Launch:
             one = self.table[j]
             one["k"], one["n"], one["leaves"], one["segments"] = dot.k, dot.n, dot.leaves, dot.segments
             one["w"]["format"], one["x_stride"] = dot.format, dot.k + 16 * (j % 2)
-            one["first_warp"], one["n_warps"] = first, -(-dot.n // 32) * dot.units
+            at_once = min(int(case.dims.get("at_once", 1)), dot.units)
+            one["first_warp"], one["n_warps"] = first, -(-dot.n // 32) * dot.units // at_once
             first += int(one["n_warps"])
         self.n_warps = first
 

@@ -59,7 +59,6 @@ _PARTS = {BODY: (BODY,), HEAD: (HEAD,), NEXT: (NEXT,), TOKEN: (BODY, HEAD), STEP
           STEP_EDITS: (BODY, NEXT_EDITS)}
 _HEADS = (HEAD, NEXT, HEAD_EDITS, NEXT_EDITS)
 _COUNTED = (BODY, HEAD, NEXT, DEEP, HEAD_EDITS, NEXT_EDITS)  # in the order of their counters on the device
-ITEMS_A_BLOCK = 2  # of steps that stride, at more than one row: what a block finds out first serves them all
 _IDENTITIES = 4096  # kept; window patterns are many
 Progress = Callable[[str, int, int], None]  # what, done, of all; bytes
 
@@ -418,8 +417,7 @@ class Rank(Owner):
     def _bind(self, step: Step, bucket: int) -> Launch:
         kernel = step.kernel.replace("*", "8" if bucket <= 8 else "16")
         grid = [bucket if part == "rows" else int(part) for part in step.grid] + [1] * (3 - len(step.grid))
-        if step.strides and bucket > 1:
-            grid[0] = -(-grid[0] // ITEMS_A_BLOCK)
+        grid[0] = -(-grid[0] // step.units_a_block[bucket > 1])
         args = {
             name: address_of(self._spans, value) if isinstance(value, str) else value
             for name, value in step.args.items()

@@ -121,6 +121,14 @@ def _gemv_cases(rows_max: int) -> Iterator[Case]:
     for segments in (2, 4, 8, 16, 32):
         yield _case(f"segments{segments}", f"mul1_3 {256 * segments}x128", counts[segments % 5], rows_max)
     yield _case("segments32_f16", "f16 10240x4", 1, rows_max)
+    for at_once in (2, 4):  # 16 and 17 k steps a unit: whole groups, and some that make none
+        yield _case(
+            f"at_once{at_once}",
+            "mul1_3 1024x128; f16 1088x40; bf16 544x33; mul1_5 512x256/2; mul1_2.5 1024x128",
+            counts[at_once],
+            rows_max,
+            at_once=at_once,
+        )
     yield _case("leaves2", "mul1_5 256x128/2", 3, rows_max)
     yield _case("leaves4", "mul1_5 512x256/4", 2, rows_max)
     yield _case("leaves8", "mul1_5 1024x128/8", 1, rows_max)

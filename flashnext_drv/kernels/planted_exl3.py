@@ -142,8 +142,8 @@ _LINEAR_DOT: Final = (
         "from_one",
         "scale",
         _DOT,
-        "for (int i = 0; i < 4; i++) d[r][i] = 0.f;",
-        "for (int i = 0; i < 4; i++) d[r][i] = 0x1p-20f;",
+        "d[r][0] = d[r][1] = d[r][2] = d[r][3] = 0.f;",
+        "d[r][0] = d[r][1] = d[r][2] = d[r][3] = 0x1p-20f;",
         "leaves2",
         "segments2",
     ),
@@ -158,7 +158,7 @@ _LINEAR_DOT: Final = (
         "bf16_512x48",
     ),
     _dot("bf16_no_low", "leaf", _DOT, "            fn_mma_bf16(d[r], a, lo);\n", "", "bf16_512x1"),
-    _dot("rest_lost", "leaf", _DOT, "while (n_rest--) {", "while (n_rest-- > 1u) {", "f16_80x1"),
+    _dot("rest_lost", "leaf", _DOT, "i < n_rest; i++)", "i + 1u < n_rest; i++)", "f16_80x1"),
     _dot(
         "next_row",
         "stale",
@@ -184,6 +184,16 @@ _LINEAR_DOT: Final = (
         "if (row < n_rows && output < n)",
         "if (row < n_rows && output + 1u < n)",
         "leaves2",
+    ),
+    _dot("unit_in_place", "index", _GEMV, "        part += unit_stride;\n", "", "at_once2", "at_once4"),
+    _dot(
+        "carried_over",
+        "stale",
+        _DOT,
+        "                    fn_clear(d);\n",
+        "",
+        "at_once2",
+        "at_once4",
     ),
     _dot(
         "other_linear",
@@ -257,7 +267,7 @@ _SLOT_DOT: Final = (
         "segments",
         "one_row",
     ),
-    _dot("last_step", "tail", _SLOT, "unit * size + size,", "unit * size + size - 16u,", "segments",
+    _dot("last_step", "tail", _SLOT, "unit * size, size, together", "unit * size, size - 16u, together", "segments",
          "one_row"),
     _dot(
         "sum_f16",
@@ -282,8 +292,8 @@ _SLOT_DOT: Final = (
         "from_one",
         "scale",
         _DOT,
-        "for (int i = 0; i < 4; i++) d[r][i] = 0.f;",
-        "for (int i = 0; i < 4; i++) d[r][i] = 0x1p-20f;",
+        "d[r][0] = d[r][1] = d[r][2] = d[r][3] = 0.f;",
+        "d[r][0] = d[r][1] = d[r][2] = d[r][3] = 0x1p-20f;",
         "segments",
         "one_row",
     ),
@@ -299,8 +309,8 @@ _SLOT_DOT: Final = (
         "last_unit",
         "leaf",
         _SLOT,
-        "if ((place.pair >= n_items) | ",
-        "if ((place.pair + 1u >= n_items) | ",
+        "if ((first_unit >= n_units) | ",
+        "if ((first_unit + 1u >= n_units) | ",
         "segments",
     ),
     _dot(
@@ -316,7 +326,7 @@ _SLOT_DOT: Final = (
         "index",
         _SLOT,
         "u32 from = mine != FN_NO_SLOT ?",
-        "u32 from = n_items == 0 ?",
+        "u32 from = n_units == 0 ?",
         "many_slots",
     ),
     _dot(
@@ -327,7 +337,8 @@ _SLOT_DOT: Final = (
         "dots.n_slots + slot)",
         "many_slots",
     ),
-    _dot("next_item", "tail", _SLOT, "item += gridDim.x", "item += gridDim.x + 1u", "strided"),
+    _dot("unit_in_place", "index", _SLOT, "        to += unit_stride;\n", "", "shared"),
+    _dot("next_pair", "tail", _SLOT, "i += together", "i += 2u * together", "shared"),
 )
 
 MOE_GEMV_GU: Final = (

@@ -18,6 +18,8 @@ from .config import ModelConfig
 
 __all__ = ["Group", "Member", "canonical_leaves", "model_groups"]
 
+LONG_STEPS, MANY_BLOCKS = 40, 768  # of a block of linear_gemv; of a linear whose blocks may be longer
+
 
 @dataclass(frozen=True)
 class Member:
@@ -43,8 +45,16 @@ class Member:
 
     @property
     def n_warps(self) -> int:
-        """Warps of linear_gemv: 32 outputs of one unit each."""
-        return (self.n + 31) // 32 * self.units
+        """Blocks of linear_gemv: 32 outputs each, of as many units as make a block worth its beginning.
+
+        What a block finds out first, and its first read of memory, cost as much as 20 k steps; but as long as
+        all blocks are on the device at once, more of them are faster than longer ones.
+        """
+        blocks, steps = (self.n + 31) // 32 * self.units, self.k // self.units // 16
+        at_once = 1
+        while steps * at_once < LONG_STEPS and at_once < self.units and blocks // (2 * at_once) >= MANY_BLOCKS:
+            at_once *= 2
+        return blocks // at_once
 
 
 @dataclass(frozen=True)

@@ -20,18 +20,21 @@ __all__ = ["Step", "Value", "ahead_steps", "body_steps", "draw_steps", "edit_ste
 
 Value = str | int | float
 FILL_BLOCKS = 64  # of line_fill; 8 reach the link's rate
+# Units a block of the experts' products takes at one row, where all blocks are on an H200 at once, and at more.
+GU_UNITS = (2, 4)
+DOWN_UNITS = (1, 2)
 
 
 @dataclass(frozen=True)
 class Step:
     """One launch.  grid: up to three of int or "rows".  scope: the layer or part it belongs to, for
-    people.  strides: grid[0] counts items of work, and fewer blocks take several each."""
+    people.  units_a_block: grid[0] counts units of work, of which a block takes so many at one row, at more."""
 
     kernel: str
     grid: tuple[int | str, ...]
     args: Mapping[str, Value]
     scope: str = ""
-    strides: bool = False
+    units_a_block: tuple[int, int] = (1, 1)
 
 
 def body_steps(
@@ -403,7 +406,7 @@ def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
         (width // 32 * gu_units, 2 * slots, "rows"),
         {**table, **size, "x": "moe_x", "part": "moe_part"},
         scope,
-        strides=True,
+        units_a_block=GU_UNITS,
     )
     yield Step(
         "moe_act",
@@ -416,7 +419,7 @@ def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
         (c.hidden // 32 * down_units, slots, "rows"),
         {**table, **size, "x": "moe_h", "part": "moe_part"},
         scope,
-        strides=True,
+        units_a_block=DOWN_UNITS,
     )
     yield Step(
         "moe_sum",
