@@ -138,29 +138,41 @@ FN_DEVICE void fn_dot_step(const Weights& weights, const typename Weights::Step&
     }
 }
 
-// Sums of n_units units that lie one behind the other in K, n_steps k steps each, k rising, every unit from zero
-// accumulators; store(d) takes them in turn.  Groups of kDepth steps: the words of the next group are asked for as
-// those of this one are used, over the end of a unit too; the steps that make no group come last, unit by unit.
-template <class Weights, u32 ROW_TILES, class Store>
-FN_DEVICE void fn_dot_units(Weights weights, FnRows<ROW_TILES> rows, u32 n_steps, u32 n_units, Store& store) {
+// Outputs 16 tile .. + 15 of weights `data` (k inputs, n outputs) for n_units units of unit_k inputs, the first from
+// input k0 on, k rising, every unit from zero accumulators.  Groups of kDepth steps: the words of the next group are
+// asked for as those of this one are used, over the end of a unit too; the steps that make no group come last, unit by
+// unit.  lane: threadIdx.x & 31, as fn_thread_here gives it where what follows from it would fill registers from the
+// kernel's start on.
+//   job.begin(rows)  once, behind the first words' loads: the operand rows at their start (this adds k0 and the
+//                    lane's place), or false where there are none
+//   job.store(d)     once a unit: with g = lane / 4 and t = lane % 4, d[r][0], [1] are output 16 tile + g of rows
+//                    8 r + 2 t, + 1, and d[r][2], [3] are output + 8 of the same rows
+template <class Weights, u32 ROW_TILES, class Job>
+FN_DEVICE void fn_weight_dot(u64 data, u32 k, u32 n, u32 tile, u32 k0, u32 unit_k, u32 n_units, u32 lane, Job& job) {
     constexpr u32 depth = Weights::kDepth;
+    Weights weights(data, k, n, tile, k0 / 16u, lane);
     typename Weights::Step words[depth];
+    u32 n_steps = unit_k / 16u, of_unit = n_steps / depth, n_rest = n_steps - of_unit * depth;
+    u32 left = n_rest ? 0u : of_unit;  // groups to the end of a unit; from 0 on there is none inside the loop
+    u32 n_groups = n_rest ? of_unit : of_unit * n_units;
+    if (of_unit) {
+#pragma unroll
+        for (u32 i = 0; i < depth; i++) weights.load(i, words[i]);
+    }
+    FnRows<ROW_TILES> rows;
+    if (!job.begin(rows)) return;
     uint2 x[depth][ROW_TILES];
     float d[ROW_TILES][4];
     fn_clear(d);
-    u32 of_unit = n_steps / depth, n_rest = n_steps - of_unit * depth;
-    u32 left = n_rest ? 0u : of_unit;  // groups to the end of a unit; from 0 on there is none inside the loop
-    u32 n_groups = n_rest ? of_unit : of_unit * n_units;
-#pragma unroll 1
-    do {
-        if (of_unit) {
-            u32 n = n_groups;
 #pragma unroll
-            for (u32 i = 0; i < depth; i++) weights.load(i, words[i]);
+    for (u32 r = 0; r < ROW_TILES; r++) rows.at[r] += k0 + 4u * (lane & 3u);
+#pragma unroll 1
+    while (true) {
+        if (of_unit) {
 #pragma unroll
             for (u32 i = 0; i < depth; i++) rows.load(i, x[i]);
 #pragma unroll 1
-            while (--n) {
+            for (u32 n = n_groups; --n;) {
                 weights.advance(depth);
                 rows.advance(depth);
 #pragma unroll
@@ -170,7 +182,7 @@ FN_DEVICE void fn_dot_units(Weights weights, FnRows<ROW_TILES> rows, u32 n_steps
                     rows.load(i, x[i]);
                 }
                 if (--left == 0) {
-                    store(d);
+                    job.store(d);
                     fn_clear(d);
                     left = of_unit;
                 }
@@ -188,22 +200,14 @@ FN_DEVICE void fn_dot_units(Weights weights, FnRows<ROW_TILES> rows, u32 n_steps
             weights.advance(1);
             rows.advance(1);
         }
-        store(d);
+        job.store(d);
+        if (!n_rest || --n_units == 0) return;
         fn_clear(d);
-    } while (n_rest && --n_units);
-}
-
-// Outputs 16 tile .. + 15 of weights `data` (k inputs, n outputs) for n_units units of unit_k inputs, the first from
-// input k0 on.  rows: at the row's start (this adds k0 and the lane's place).  lane: threadIdx.x & 31, as
-// fn_thread_here gives it where what follows from it would fill registers from the kernel's start on.  store(d), once
-// a unit: with g = lane / 4 and t = lane % 4, d[r][0], [1] are output 16 tile + g of rows 8 r + 2 t, + 1, and d[r][2],
-// [3] are output + 8 of the same rows.
-template <class Weights, u32 ROW_TILES, class Store>
-FN_DEVICE void fn_weight_dot(u64 data, u32 k, u32 n, u32 tile, u32 k0, u32 unit_k, u32 n_units, u32 lane,
-                             FnRows<ROW_TILES> rows, Store& store) {
+        if (of_unit) {
 #pragma unroll
-    for (u32 r = 0; r < ROW_TILES; r++) rows.at[r] += k0 + 4u * (lane & 3u);
-    fn_dot_units(Weights(data, k, n, tile, k0 / 16u, lane), rows, unit_k / 16u, n_units, store);
+            for (u32 i = 0; i < depth; i++) weights.load(i, words[i]);
+        }
+    }
 }
 
 // log2 of the units a block takes when `blocks` share `units` of them: the fewest that do, a power of two.

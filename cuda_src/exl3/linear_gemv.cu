@@ -11,32 +11,47 @@
 // Equality    a row's bytes do not depend on the other rows, on rows_cap or on which of n8 and n16 runs.
 // Reference   ref/exl3.py decode_linear, ref/orders.py mma_chain.
 //
-// Plain weights are on their way into L2 before the launches before are done.
+// The first weights are on their way, and all that follows from the format is found, before the launches before are
+// done.
 #include "gemv.cuh"
 
 namespace FN_NAMESPACE {
 struct LinearDot {
-    u64 data;
-    u32 k, n, tile, k0, unit_k, n_units, n_rows;
+    const FnRound* round;
+    u64 data, x, part;  // part: of row 0 and output 0 of the next unit, once begun
+    u32 k, n, tile, k0, unit, unit_k, n_units, x_stride, n_rows;
     u64 unit_stride;
-    float* part;  // of row 0 and output 0 of the next unit
-    FnRows<FN_ROW_TILES> rows;
 
     template <class Weights> FN_DEVICE void run() {
-        u32 lane = fn_thread_here() & 31u;
-        fn_weight_dot<Weights, FN_ROW_TILES>(data, k, n, tile, k0, unit_k, n_units, lane, rows, *this);
+        fn_weight_dot<Weights, FN_ROW_TILES>(data, k, n, tile, k0, unit_k, n_units, fn_thread_here() & 31u, *this);
     }
-    FN_DEVICE void operator()(const float (&d)[FN_ROW_TILES][4]) {
+    FN_DEVICE bool begin(FnRows<FN_ROW_TILES>& rows) {
+        fn_wait_prior();
+        n_rows = round->n_rows;
+        u32 rows_cap = round->rows_cap, lane = fn_thread_here() & 31u;
+        if ((n_rows == 0) | (rows_cap == 0)) return false;
+        unit_stride = (u64)rows_cap * n;
+        part += 4u * unit * unit_stride;
+#pragma unroll
+        for (u32 r = 0; r < FN_ROW_TILES; r++) {
+            u32 row = 8u * r + (lane >> 2);
+            rows.at[r] = reinterpret_cast<const u16*>(x);
+            if (row < n_rows) rows.at[r] += (u64)row * x_stride;
+        }
+        return true;
+    }
+    FN_DEVICE void store(const float (&d)[FN_ROW_TILES][4]) {
         u32 lane = fn_thread_here() & 31u;
+        float* to = reinterpret_cast<float*>(part);
 #pragma unroll
         for (u32 r = 0; r < FN_ROW_TILES; r++) {
 #pragma unroll
             for (u32 i = 0; i < 4; i++) {
                 u32 row = 8u * r + 2u * (lane & 3u) + (i & 1u), output = 16u * tile + 8u * (i >> 1) + (lane >> 2);
-                if (row < n_rows && output < n) part[(u64)row * n + output] = d[r][i];
+                if (row < n_rows && output < n) to[(u64)row * n + output] = d[r][i];
             }
         }
-        part += unit_stride;
+        part += 4u * unit_stride;
     }
 };
 }  // namespace FN_NAMESPACE
@@ -44,8 +59,9 @@ struct LinearDot {
 FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
     using namespace FN_NAMESPACE;
     static_assert(FN_THREADS == FN_GEMV_THREADS, "a block is a pair of tiles");
+    fn_let_next();
     FnPlace place;
-    u32 warp = place.pair, lane = threadIdx.x & 31u, j = 0, first[8];
+    u32 warp = place.pair, j = 0, first[8];
 #pragma unroll
     for (u32 i = 1; i < 8; i++) first[i] = i < n_linears ? linears[i].first_warp : 0xffffffffu;  // all at once
 #pragma unroll
@@ -66,23 +82,13 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
     u32 tile = 2u * pair + place.half;
     there &= 16u * tile < n;
     fn_unit_range(linear.k, units, unit, k0, k1);
-    u32 unit_k = k1 - k0;
-    if (there && !fn_is_exl3(linear.w) && lane == 0)
-        fn_prefetch_l2(linear.w.data + ((u64)tile * (linear.k / 16u) + k0 / 16u) * 512u, 32u * unit_k << taken);
-
-    fn_wait_prior();
-    u32 n_rows = round->n_rows, rows_cap = round->rows_cap;
-    if ((n_rows == 0) | (rows_cap == 0) | !there) return;
-
-    u64 unit_stride = (u64)rows_cap * n;
-    LinearDot dot{linear.w.data, linear.k, n, tile, k0, unit_k, 1u << taken, n_rows, unit_stride, nullptr, {}};
-    dot.part = reinterpret_cast<float*>(linear.part) + unit * unit_stride;
-#pragma unroll
-    for (u32 r = 0; r < FN_ROW_TILES; r++) {
-        u32 row = 8u * r + (lane >> 2);
-        dot.rows.at[r] = reinterpret_cast<const u16*>(linear.x);
-        if (row < n_rows) dot.rows.at[r] += (u64)row * linear.x_stride;
+    if (!there) {
+        fn_wait_prior();
+        return;
     }
+    if (!fn_is_exl3(linear.w) && (threadIdx.x & 31u) == 0)  // all of it: the loop's own loads would come one by one
+        fn_prefetch_l2(linear.w.data + ((u64)tile * (linear.k / 16u) + k0 / 16u) * 512u, 32u * (k1 - k0) << taken);
+    LinearDot dot{round, linear.w.data, linear.x, linear.part, linear.k, n, tile, k0, unit, k1 - k0, 1u << taken,
+                  linear.x_stride, 0, 0};
     fn_with_weights<true>(linear.w.format, dot);
-    fn_let_next();  // not before: blocks of the next launch would take places among these
 }

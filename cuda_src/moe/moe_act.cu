@@ -48,18 +48,24 @@ FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, con
     fn_let_next();
     u32 row = blockIdx.z, slot = row * n_slots + blockIdx.y, lane = threadIdx.x & 31u;
     u32 block = 4u * blockIdx.x + (threadIdx.x >> 5), k = 128u * block + 4u * lane;
+    u32 n_rows = fn_ld_here(&round->n_rows), rows_cap = fn_ld_here(&round->rows_cap);
+    u32 width = 0;
+    float gate_out[4], up_out[4], down_in[4];
+    if (row < n_rows) {
+        const FnLine& line = lines[fn_ld_here(&routes[slot].expert)];
+        width = fn_ld_here(&line.width);
+        u64 gate_svh = fn_ld_here(&line.gate.svh), up_svh = fn_ld_here(&line.up.svh);
+        u64 down_suh = fn_ld_here(&line.down.suh);
+        if (k < width) {
+            fn_load_early_h4(reinterpret_cast<const u16*>(gate_svh) + k, gate_out);
+            fn_load_early_h4(reinterpret_cast<const u16*>(up_svh) + k, up_out);
+            fn_load_early_h4(reinterpret_cast<const u16*>(down_suh) + k, down_in);
+        }
+    }
+
     fn_wait_prior();
-    u32 n_rows = fn_ld(&round->n_rows), rows_cap = fn_ld(&round->rows_cap);
-    if (row >= n_rows) return;
-    const FnLine& line = lines[fn_ld(&routes[slot].expert)];
-    u32 width = line.width;
-    u64 gate_svh = line.gate.svh, up_svh = line.up.svh, down_suh = line.down.suh;
     if (128u * block >= width) return;  // whole warps
     u64 stride = (u64)rows_cap * n_slots * 2u * width_cap;
-    float gate_out[4], up_out[4], down_in[4];  // the scales, asked for with the sums
-    fn_load_h4(reinterpret_cast<const u16*>(gate_svh) + k, gate_out);
-    fn_load_h4(reinterpret_cast<const u16*>(up_svh) + k, up_out);
-    fn_load_h4(reinterpret_cast<const u16*>(down_suh) + k, down_in);
     float gate[4] = {0.f, 0.f, 0.f, 0.f}, up[4] = {0.f, 0.f, 0.f, 0.f};
     u32 units = fn_dot_segments(hidden, width, 1);
     sum_units(part + (u64)slot * 2u * width_cap + k, units, stride, width_cap, gate, up);

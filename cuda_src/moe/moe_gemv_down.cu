@@ -13,13 +13,16 @@
 
 FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const u16* x, float* part,
            u32 hidden, u32 n_slots, u32 width_cap)) {
-    fn_wait_prior();
-    u32 row = blockIdx.z, n_rows = round->n_rows, rows_cap = round->rows_cap, slot = blockIdx.y;
-    u32 expert = routes[(u64)row * n_slots + slot].expert;
-    if ((row >= n_rows) | (rows_cap == 0) | (expert == 0xffffffffu)) return;  // one branch: loads at once
+    fn_let_next();
+    u32 n_rows = fn_ld_here(&round->n_rows), rows_cap = fn_ld_here(&round->rows_cap), row = blockIdx.z, slot = blockIdx.y;
+    u32 expert = fn_ld_here(&routes[(u64)row * n_slots + slot].expert);
+    if ((row >= n_rows) | (rows_cap == 0) | (expert == 0xffffffffu)) {  // one branch: loads at once
+        fn_wait_prior();
+        return;
+    }
     const FnLine& line = lines[expert];
-    u64 data = line.down.data, unit_stride = (u64)rows_cap * n_slots * hidden;
-    u32 format = line.down.format, width = line.width;
+    u64 data = line.down.data;
+    u32 format = line.down.format, width = line.width, unit_stride = rows_cap * n_slots * hidden;
     FnSlotDots dots{routes, n_rows, n_slots, 1u, 0u};
     fn_slot_dot(dots, expert, row, slot, data, format, width, hidden, x, width_cap, part, hidden, unit_stride);
 }

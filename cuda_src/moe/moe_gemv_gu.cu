@@ -14,14 +14,17 @@
 
 FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const u16* x, float* part,
            u32 hidden, u32 n_slots, u32 width_cap)) {
-    fn_wait_prior();
-    u32 row = blockIdx.z, n_rows = round->n_rows, rows_cap = round->rows_cap, slot = blockIdx.y >> 1;
-    u32 expert = routes[(u64)row * n_slots + slot].expert;
-    if ((row >= n_rows) | (rows_cap == 0) | (expert == 0xffffffffu)) return;  // one branch: loads at once
+    fn_let_next();
+    u32 n_rows = fn_ld_here(&round->n_rows), rows_cap = fn_ld_here(&round->rows_cap), row = blockIdx.z, slot = blockIdx.y >> 1;
+    u32 expert = fn_ld_here(&routes[(u64)row * n_slots + slot].expert);
+    if ((row >= n_rows) | (rows_cap == 0) | (expert == 0xffffffffu)) {  // one branch: loads at once
+        fn_wait_prior();
+        return;
+    }
     const FnLine& line = lines[expert];
     const FnWeight& w = blockIdx.y & 1u ? line.up : line.gate;
-    u64 data = w.data, unit_stride = (u64)rows_cap * 2u * n_slots * width_cap;
-    u32 format = w.format, width = line.width;
+    u64 data = w.data;
+    u32 format = w.format, width = line.width, unit_stride = rows_cap * 2u * n_slots * width_cap;
     FnSlotDots dots{routes, n_rows, n_slots, 2u, blockIdx.y & 1u};
     fn_slot_dot(dots, expert, row, slot, data, format, hidden, width, x, hidden, part, width_cap, unit_stride);
 }

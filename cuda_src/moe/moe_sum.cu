@@ -21,6 +21,19 @@ struct SumShared {
     float weight[SLOTS];
     u32 leaf[SLOTS];
 };
+
+// What a slot's line says about four outputs.
+struct Scales {
+    u32 width;
+    float svh[4];
+
+    FN_DEVICE void ask(const FnRoute* routes, const FnLine* lines, u32 slot, u32 output, FnRoute& route) {
+        route = fn_ld_here(routes + slot);
+        const FnLine& line = lines[route.expert];
+        width = fn_ld_here(&line.width);
+        fn_load_early_h4(reinterpret_cast<const u16*>(fn_ld_here(&line.down.svh)) + output, svh);
+    }
+};
 }  // namespace FN_NAMESPACE
 
 FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const float* part, float* y,
@@ -29,22 +42,23 @@ FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, con
     FN_SHARED(SumShared, s);
     fn_let_next();
     u32 block = blockIdx.x, row = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31u;
+    u32 n_rows = fn_ld_here(&round->n_rows), rows_cap = fn_ld_here(&round->rows_cap), first = warp;
+    FnRoute route = {0, 0.f};
+    Scales scales;
+    if (row < n_rows && first < n_slots) scales.ask(routes, lines, row * n_slots + first, 128u * block + 4u * lane, route);
+
     fn_wait_prior();
-    u32 n_rows = fn_ld(&round->n_rows), rows_cap = fn_ld(&round->rows_cap);
     if (row >= n_rows) return;
     u64 stride = (u64)rows_cap * n_slots * hidden;
     const float* at = part + (u64)row * n_slots * hidden + 128u * block + 4u * lane;
 #pragma unroll 1
-    for (u32 slot = warp; slot < n_slots; slot += FN_THREADS / 32u) {
-        FnRoute route = fn_ld(routes + row * n_slots + slot);
-        const FnLine& line = lines[route.expert];
-        u32 width = line.width;
-        float v[4], svh[4];  // the scales are asked for with the sums
-        fn_load_h4(reinterpret_cast<const u16*>(line.down.svh) + 128u * block + 4u * lane, svh);
-        fn_sum_units4(at + (u64)slot * hidden, 1, fn_dot_segments(width, hidden, 1), stride, v);
+    for (u32 slot = first; slot < n_slots; slot += FN_THREADS / 32u) {
+        if (slot != first) scales.ask(routes, lines, row * n_slots + slot, 128u * block + 4u * lane, route);
+        float v[4];
+        fn_sum_units4(at + (u64)slot * hidden, 1, fn_dot_segments(scales.width, hidden, 1), stride, v);
         fn_hadamard128(v);  // as fn_exl3_rotate_out
 #pragma unroll
-        for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], svh[i]);
+        for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], scales.svh[i]);
         *reinterpret_cast<float4*>(&s.v[slot][4u * lane]) = make_float4(v[0], v[1], v[2], v[3]);
         if (lane == 0) {
             s.weight[slot] = route.weight;

@@ -87,10 +87,11 @@ struct Kernel {
     Entry entry;
     const char *kinds, *rights;
     unsigned block, blocks_per_sm, shared_bytes;
+    bool fence;  // lets the next launch start only once it has waited itself
     // what launches must ask for: all above 48 KiB, else nothing; the same rule as KernelSpec.dynamic_on
     unsigned dynamic_bytes() const { return shared_bytes > 49152 ? shared_bytes : 0; }
     Kernel(const char* family, const char* name, Entry entry, const char* kinds, const char* rights,
-           unsigned block, unsigned blocks_per_sm, unsigned shared_bytes) FN_SIM_HIDDEN;
+           unsigned block, unsigned blocks_per_sm, unsigned shared_bytes, bool fence) FN_SIM_HIDDEN;
 };
 
 template <class T>

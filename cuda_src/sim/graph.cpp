@@ -100,8 +100,10 @@ Result run_plan(Context& c, Plan& p) {
         ready[k] = ready.back();
         ready.pop_back();
         std::vector<Work*> chain;
-        for (size_t j = follower[i]; j < n && chain.size() < kEarlyLaunches; j = follower[j])
+        for (size_t j = follower[i]; j < n && chain.size() < kEarlyLaunches; j = follower[j]) {
             chain.push_back(&p.nodes[j].work);
+            if (p.nodes[j].work.kernel->fence) break;
+        }
         if (Result r = start_early(c, chain)) return r;
         if (Result r = execute(c, p.nodes[i].work)) return r;
         for (size_t j : next[i])

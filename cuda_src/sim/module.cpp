@@ -39,7 +39,7 @@ Function* find_function(u64 handle) {
 }  // namespace
 
 Kernel::Kernel(const char* family, const char* name, Entry entry, const char* kinds, const char* rights,
-               unsigned block, unsigned blocks_per_sm, unsigned shared_bytes)
+               unsigned block, unsigned blocks_per_sm, unsigned shared_bytes, bool fence)
     : family(family),
       name(name),
       entry(entry),
@@ -47,7 +47,8 @@ Kernel::Kernel(const char* family, const char* name, Entry entry, const char* ki
       rights(rights),
       block(block),
       blocks_per_sm(blocks_per_sm),
-      shared_bytes(shared_bytes) {
+      shared_bytes(shared_bytes),
+      fence(fence) {
     kernels()[name] = this;
 }
 const Kernel* find_kernel(const std::string& name) {

@@ -48,7 +48,7 @@ static inline float4 make_float4(float x, float y, float z, float w) { return {x
                   "kernel " FN_SIM_STR(FN_NAME) ": parameters differ from the declaration");           \
     static const fnsim::Kernel FN_SIM_CAT(record_, FN_NAME)(                                           \
         FN_SIM_FAMILY, FN_SIM_STR(FN_NAME), &FN_SIM_CAT(entry_, FN_NAME), FN_SIM_KINDS, FN_SIM_RIGHTS, \
-        FN_THREADS, FN_BLOCKS_PER_SM, FN_SHARED_BYTES);                                                \
+        FN_THREADS, FN_BLOCKS_PER_SM, FN_SHARED_BYTES, FN_SIM_FENCE);                                  \
     static void FN_SIM_CAT(body_, FN_NAME) params
 #define FN_SHARED(Type, name)                                                                       \
     static_assert(sizeof(Type) == FN_SHARED_BYTES, "the declaration's shared_bytes is not sizeof"); \

@@ -82,7 +82,8 @@ static Result kernel_failed(Context& c, const char* text) {
 }
 
 // Programmatic launches that follow one another behind a kernel that is about to run: by seed a block of each
-// runs up to fn_wait_prior now.  So an early read of what any of the kernels before writes gets old bytes.
+// runs up to fn_wait_prior now.  So an early read of what any of the kernels before writes gets old bytes.  Behind a
+// fence nothing starts before the fence itself has waited.
 Result start_early(Context& c, const std::vector<Work*>& chain) {
     if (settings.skip_kernels) return OK;
     for (Work* w : chain) {
@@ -168,6 +169,7 @@ static Result run_head(Stream& s) {
         for (Work& next : s.queue) {
             if (next.kind != Work::KERNEL || !next.programmatic || chain.size() == kEarlyLaunches) break;
             chain.push_back(&next);
+            if (next.kernel->fence) break;
         }
         if (Result r = start_early(*s.context, chain)) return r;
     }

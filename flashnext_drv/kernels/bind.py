@@ -27,6 +27,7 @@ _RANGES: Final[Mapping[str, tuple[int, int]]] = {
     PTR: (0, 2**64 - 1), U64: (0, 2**64 - 1), U32: (0, 2**32 - 1), I32: (-2**31, 2**31 - 1)}
 _SCALARS: Final[Mapping[str, Any]] = {PTR: np.uint64, U64: np.uint64, U32: np.uint32, I32: np.int32}
 _F32_LIMIT: Final = 2.0**128 * (1 - 2.0**-25)    # from here on rounding gives an infinity
+_RESERVED: Final = 1024    # bytes of shared memory that the driver takes of every block, from sm_80 on
 _GRID_LIMIT: Final = (2**31 - 1, 65535, 65535)
 
 
@@ -105,11 +106,27 @@ def make_launch(module: Module, spec: KernelSpec, grid: int | tuple[int, ...],
     values = [_value(spec, arg, args[arg.name]) for arg in spec.args]
     arenas = {id(v.arena): v.arena for v in args.values() if isinstance(v, Span)}
     function = module.function(spec.name)
-    dynamic_bytes = spec.dynamic_on(_arch(module.ctx))
+    dynamic_bytes = spec.dynamic_on(_arch(module.ctx)) or _spread_bytes(module.ctx, spec, _grid(spec, grid))
     if dynamic_bytes:
         function.allow_shared(dynamic_bytes)
     return Launch(function, _grid(spec, grid), spec.block, dynamic_bytes, pack(spec.offsets(), values),
                   holds=tuple(arenas.values()), names=tuple(arg.name for arg in spec.args))
+
+
+def _spread_bytes(ctx: Context, spec: KernelSpec, grid: tuple[int, int, int]) -> int:
+    """Dynamic shared memory that holds the blocks of a launch to an equal number on every SM.
+
+    Blocks that start ahead of the end of the launch before are given out SM by SM: on an H200 half the SMs
+    had 18 blocks of linear_gemv and a tenth of them 2, and the fullest SM is how long the launch takes.  So a
+    launch whose blocks are all on the device at once asks for memory, which it does not use, until an SM
+    holds no more than its share.  0 where nothing is to be held.
+    """
+    facts = ctx.facts
+    share = -(-grid[0] * grid[1] * grid[2] // facts.n_sms)
+    if not spec.spread or facts.is_simulator or facts.cc < (9, 0) or not 1 < share < spec.blocks_per_sm:
+        return 0
+    of_block = (facts.shared_optin_bytes + _RESERVED) // share // 128 * 128 - _RESERVED
+    return max(0, of_block - spec.static_on(_arch(ctx)))
 
 
 def simulator_image(family: str, digest: str = "") -> bytes:

@@ -190,6 +190,7 @@ def _gemv(rows_max: int, blocks_per_sm: int) -> KernelSpec:
         blocks_per_sm=blocks_per_sm,
         defines=(("FN_ROW_TILES", str(rows_max // 8)),),
         programmatic=True,
+        spread=True,
         constants=("linears",),
         limits=limits_of(f"linear_gemv_n{rows_max}"),
         reference="exl3.decode_linear",

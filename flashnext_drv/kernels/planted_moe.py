@@ -163,8 +163,8 @@ MOE_ACT: Final = (
         "first_expert",
         "stale",
         _ACT,
-        "lines[fn_ld(&routes[slot].expert)]",
-        "lines[fn_ld(&routes[row * n_slots].expert)]",
+        "lines[fn_ld_here(&routes[slot].expert)]",
+        "lines[fn_ld_here(&routes[row * n_slots].expert)]",
     ),
     _one("gate_for_up", "index", _ACT, "fn_mul(up[i], up_out[i])", "fn_mul(gate[i], up_out[i])"),
 )
@@ -192,8 +192,8 @@ MOE_SUM: Final = (
             Edit(_SUM, "    __syncthreads();\n    u32 i = threadIdx.x;", "    u32 i = threadIdx.x;"),
             Edit(
                 _SUM,
-                "#pragma unroll 1\n    for (u32 slot = warp;",
-                "    if (warp == 1u) fn_delay();\n#pragma unroll 1\n    for (u32 slot = warp;",
+                "#pragma unroll 1\n    for (u32 slot = first;",
+                "    if (warp == 1u) fn_delay();\n#pragma unroll 1\n    for (u32 slot = first;",
             ),
         ),
         cases=("real_sizes", "one_row"),

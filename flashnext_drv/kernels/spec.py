@@ -144,7 +144,10 @@ class KernelSpec:
     "<module>.<function>" below flashnext_drv.ref.  programmatic: it calls fn_let_next and fn_wait_prior
     (prelude.cuh) and may be launched ahead of the end of the launches before it.  constants: its pointer
     arguments whose bytes no launch and no copy changes while rounds run, with what they point to in turn
-    left out: they alone may be read before fn_wait_prior.  bound: words, with the derivation of the
+    left out: they may be read before fn_wait_prior.  fence: it calls fn_let_next behind fn_wait_prior, so
+    launches behind it begin when all before it are done.  settled: pointer arguments last written by
+    launches before the fence that stands before this kernel: they may be read before fn_wait_prior too.
+    spread: launches whose blocks fit on the device at once are spread evenly over its SMs.  bound: words, with the derivation of the
     tolerance against FP64.  limits: of each of ARCHS.  rows: axis of the launch's rows in each array of a
     case, by name (with * and ?).  exempt: stage -> why it cannot apply.  controls: wrong variants that the
     check must report.  broken: why the kernel breaks rules on purpose; it then has no contract and is never
@@ -162,6 +165,9 @@ class KernelSpec:
     blocks_per_sm: int = 1
     programmatic: bool = False
     constants: tuple[str, ...] = ()
+    fence: bool = False
+    settled: tuple[str, ...] = ()
+    spread: bool = False
     defines: tuple[tuple[str, str], ...] = ()
     limits: Mapping[str, Limit] = field(default_factory=dict)
     reference: str = ""
@@ -183,9 +189,10 @@ class KernelSpec:
         names = [a.name for a in self.args]
         if len(set(names)) != len(names):
             raise ValueError(f"kernel {self.name}: an argument name occurs twice in {names}")
-        odd = set(self.constants) - {a.name for a in self.args if a.kind == PTR and a.rights == "r"}
-        if odd or (self.constants and not self.programmatic):
-            raise ValueError(f"kernel {self.name}: constants {self.constants} of a programmatic kernel are "
+        early = (*self.constants, *self.settled)
+        odd = set(early) - {a.name for a in self.args if a.kind == PTR and a.rights == "r"}
+        if odd or ((early or self.fence) and not self.programmatic):
+            raise ValueError(f"kernel {self.name}: what a programmatic kernel reads early, {early}, are "
                              f"pointers that it only reads")
 
     def offsets(self) -> tuple[tuple[int, int], ...]:

@@ -264,6 +264,7 @@ def unit_text(family: str, spec: KernelSpec) -> str:
         ("FN_SIM_FAMILY", f'"{family}"'),
         ("FN_SIM_KINDS", '"' + "".join(_KINDS[a.kind] for a in spec.args) + '"'),
         ("FN_SIM_RIGHTS", '"' + "".join(_RIGHTS[a.rights] for a in spec.args) + '"'),
+        ("FN_SIM_FENCE", str(int(spec.fence))),
     )
     lines = [f"#define {name} {value}" for name, value in macros]
     return "\n".join([*lines, '#include "prelude.cuh"', f'#include "{spec.source}"']) + "\n"

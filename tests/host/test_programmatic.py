@@ -13,12 +13,17 @@ import pytest
 
 from flashnext_drv.kernels import catalog
 from flashnext_drv.kernels.spec import PTR, Arg, KernelSpec
+from flashnext_drv.model.layout import Layout, Limits
+from flashnext_drv.model.pack import Pack
+from flashnext_drv.model.steps import body_steps
 
 from .test_house import SOURCES, code_of
 
+MICRO = Path(__file__).parents[1] / "data" / "exl3_micro" / "pack"
 STEPS = Path(__file__).parents[2] / "flashnext_drv" / "model" / "steps.py"
 SPECS = [spec for family in catalog.families() for spec in catalog.specs(family) if not spec.broken]
 PROGRAMMATIC = [spec for spec in SPECS if spec.programmatic]
+BY_NAME = {spec.name: spec for spec in SPECS}
 
 
 def body(text: str) -> str:
@@ -40,30 +45,50 @@ def arguments(function: str, text: str) -> list[str]:
     return out
 
 
-# Large launches: their successors' blocks, allowed too early, would take places among theirs.
-LATE = ("linear_gemv", "moe_gemv")
+# Their wait stands in a helper, behind the loads of the first weights; their last statement hands over to it what is
+# read behind it.
+IN_HELPER = ("linear_gemv", "moe_gemv")
+LEAVES = r"\{\s*fn_wait_prior\(\);\s*return;\s*\}"
+
+
+def parts(spec: KernelSpec, text: str) -> tuple[list[str], str]:
+    """(what stands before and behind each wait of a body, what of it is checked before the first)."""
+    whole = body(text)
+    if not spec.name.startswith(IN_HELPER):
+        found = re.split(r"\bfn_wait_prior\(\)", whole)
+        return found, found[0]
+    checked = re.sub(LEAVES, ";", whole)
+    if spec.name.startswith("linear_gemv"):
+        checked = checked.partition("LinearDot dot{")[0]
+    else:
+        checked = checked.partition("fn_slot_dot(")[0]
+    return [checked, ""], checked
 
 
 def complaints(spec: KernelSpec, text: str) -> list[str]:
     """What a programmatic kernel's source does wrong."""
     said = []
-    before, *behind = re.split(r"\bfn_wait_prior\(\)", body(text))
-    if len(behind) != 1:
-        return [f"fn_wait_prior is called at {len(behind)} places, not at one"]
-    setup = r"\s*(using namespace FN_NAMESPACE;\s*|using namespace fn_unit;\s*|FN_SHARED\([^;]*\);\s*)*"
-    late = spec.name.startswith(LATE)
-    if late == bool(re.match(setup + r"fn_let_next\(\);", before)):
-        said.append(f"fn_let_next() is {'' if late else 'not '}its first statement")
+    (*_, behind), before = parts(spec, text)
+    n_waits = len(parts(spec, text)[0]) - 1
+    if n_waits != 1:
+        return [f"fn_wait_prior is called at {n_waits} places, not at one"]
+    setup = r"\s*(using namespace FN_NAMESPACE;\s*|using namespace fn_unit;\s*|FN_SHARED\([^;]*\);\s*"
+    setup += r"|static_assert\([^;]*\);\s*)*"
+    if spec.fence:
+        if "fn_let_next" in before or not re.match(r";\s*fn_let_next\(\);", behind):
+            said.append("it is a fence, and fn_let_next() does not follow its wait")
+    elif not re.match(setup + r"fn_let_next\(\);", before):
+        said.append("fn_let_next() is not its first statement")
     if re.search(r"\breturn\b", before):
         said.append("it may return without waiting")
     if "fn_ldg(" in before:
         said.append("fn_ldg before the wait may be moved behind it, to the value's first use")
     for arg in spec.args:
-        if arg.kind != PTR or arg.name in spec.constants:
+        if arg.kind != PTR or arg.name in (*spec.constants, *spec.settled):
             continue
         if re.search(rf"(?<!\.)\b{arg.name}\b", before):
             said.append(f"{arg.name}, no constant, is used before the wait")
-        if any(re.search(rf"(?<!\.)\b{arg.name}\b", given) for given in arguments("fn_ldg", behind[0])):
+        if any(re.search(rf"(?<!\.)\b{arg.name}\b", given) for given in arguments("fn_ldg", behind)):
             said.append(f"{arg.name}, no constant, is read by fn_ldg, which may be moved before the wait")
     return said
 
@@ -85,6 +110,28 @@ def test_who_waits_is_declared() -> None:
     for spec in SPECS:
         waits = "fn_wait_prior()" in code_of((SOURCES / spec.source).read_text(encoding="utf-8"))
         assert waits == spec.programmatic, spec.name
+
+
+@pytest.mark.parametrize("limits", [Limits(context_tokens=100), Limits(context_tokens=100, expert_lines=4)], ids=["resident", "offloaded"])
+def test_what_is_settled_was_written_before_a_fence(limits: Limits) -> None:
+    """Between a launch that reads ahead of its wait what other launches write, and the last of those, there is a
+    fence.  What a round's own walk does not write was there when its first launch began, which a fence follows."""
+    layout = Layout(Pack.open(MICRO).config, limits)
+    walk = list(body_steps(layout, True, dict.fromkeys(layout.config.ple_layers, 8)))
+    read = 0
+    for i, step in enumerate(walk):
+        spec = BY_NAME[step.kernel.replace("*", "8")]
+        spans = {step.args[name] for name in spec.settled if name != "round"}
+        if not spec.settled:
+            continue
+        read += 1
+        fences = [j for j in range(i) if BY_NAME[walk[j].kernel.replace("*", "8")].fence]
+        assert fences, step
+        for j in range(fences[-1], i):
+            other = BY_NAME[walk[j].kernel.replace("*", "8")]
+            written = {walk[j].args.get(arg.name) for arg in other.args if arg.kind == PTR and "w" in arg.rights}
+            assert not written & spans, (step, walk[j])
+    assert read >= 4
 
 
 GOOD = ("FN_KERNEL((const u32* x, const u32* w, u32* y)) { fn_let_next(); u32 a = fn_ld(w); fn_wait_prior(); "
