@@ -99,6 +99,7 @@ def _groups(config: ModelConfig) -> Iterator[Group]:
         yield from _site(config, f"{stem}.attn_site", names.attn_site(i_layer))
         yield from _gdn(config, i_layer) if kind == "gdn" else _qsa(config, i_layer)
         yield from _site(config, f"{stem}.mlp_site", names.mlp_site(i_layer))
+        # plain in every pack (inventory.py): site_up makes the one operand
         yield Group(
             f"{stem}.router",
             (
