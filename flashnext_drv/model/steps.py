@@ -374,8 +374,6 @@ def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
     c, stem, slots = layout.config, f"L{i_layer}", layout.n_slots
     group = f"{stem}.router"
     yield from _gemv(layout, group)
-    yield from _finish(layout, group)
-    logits, shared = (f"out+{offset}" for offset in layout.member_offsets(group)[2])
     width = layout.width_cap
     gu_units, down_units = layout.moe_units
     table: dict[str, Value] = {"routes": "routes", "lines": f"{stem}.lines"}
@@ -385,8 +383,7 @@ def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
         "router_pick",
         ("rows",),
         {
-            "logits": logits,
-            "shared": shared,
+            "linears": f"{group}.linears",
             "routes": "routes",
             "n_experts": c.n_experts,
             "n_active": c.n_active,
