@@ -87,6 +87,13 @@ FN_DEVICE u32 sort_key(float l) {
 }
 // The logit again, -0 as +0, any NaN as 0x7fffffff.
 FN_DEVICE float logit_of(u32 key) { return fn_u2f(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
+
+// sum + v[0] + v[1] ..., one after the other.
+FN_DEVICE float add16(float sum, const float* v) {
+#pragma unroll
+    for (u32 i = 0; i < 16u; i++) sum = fn_add(sum, v[i]);
+    return sum;
+}
 }  // namespace FN_NAMESPACE
 
 FN_KERNEL((const FnRound* round, const FnLinear* linears, FnRoute* routes, u32 n_experts, u32 n_active)) {
@@ -124,8 +131,8 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, FnRoute* routes, u32 n
     if (warp < 16u) {
         u32 other = s.best[lane];
 #pragma unroll
-        for (u32 group = warp; group < warp + 32u; group += 16u) {
-            u32 mine = s.best[group];
+        for (u32 i = 0; i < 2u; i++) {
+            u32 group = warp + 16u * i, mine = s.best[group];
             u32 before = fn_popc(fn_ballot(other > mine || (other == mine && lane < group)));
             if (before == n_active - 1u) s.floor_key[lane] = mine;
         }
@@ -162,12 +169,8 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, FnRoute* routes, u32 n
 
     FnRoute* to = routes + (u64)row * (n_active + 1u);
     if (thread < n_active) {
-        float sum = -0.f;
-#pragma unroll 1
-        for (u32 j = 0; j < n_active; j += 16u) {
-#pragma unroll
-            for (u32 k = 0; k < 16u; k++) sum = fn_add(sum, s.e[j + k]);
-        }
+        float sum = add16(-0.f, s.e);
+        if (n_active > 16u) sum = add16(sum, s.e + 16);
         to[thread] = FnRoute{s.id[thread], fn_div(s.e[thread], sum)};
     }
     // The thread of the last output has the shared expert's logit.

@@ -61,8 +61,8 @@ ROUTER_PICK: Final = (
         "all = fn_add(i ? all : -0.f, p[i]);",
         "odd_count",
     ),
-    _one("sum_short", "leaf", _PICK, "for (u32 k = 0; k < 16u; k++)", "for (u32 k = 0; k < 3u; k++)"),
-    _one("falling_sum", "order", _PICK, "s.e[j + k]", "s.e[j + 15u - k]"),
+    _one("sum_short", "leaf", _PICK, "for (u32 i = 0; i < 16u; i++) sum", "for (u32 i = 0; i < 3u; i++) sum"),
+    _one("falling_sum", "order", _PICK, "fn_add(sum, v[i])", "fn_add(sum, v[15u - i])"),
     _one("slots_by_rank", "index", _PICK, "s.chosen[lane] < id", "lane < rank"),
     _one(
         "weight_f16",
