@@ -204,8 +204,8 @@ def stages(mutant: Mutant) -> list[Stage]:
     families = [stem if stem in catalog.families() else "probe" for stem in stems]
     own = [s.name for s in catalog.specs() if f"cuda_src/{s.source}" == mutant.path]
     kernels = own or [s.name for family in families for s in catalog.specs(family) if family != "probe"]
-    if "moe_gemv" in families:
-        families.append("exl3")         # its tests compare with the dense product
+    if {"moe", "moe_gemv"} & set(families):
+        families.append("exl3")         # they are compared with kernels of dense linears
     needs = tuple(dict.fromkeys(families)) if mutant.path != "cuda_src/tables.cuh" else ()
     narrow = [Stage((*first, "-k", " or ".join(own)), families=needs)] if own else []
     check = [Stage(check=tuple(kernels), families=needs)] if kernels and needs else []

@@ -1,15 +1,17 @@
 // site_up_n8, site_up_n16: the gates of a residual site and the mean of the gated, normed streams.
 // Contract    linear: up, f16 or bf16 weights in fragment order (4 hidden outputs, K = R inputs, one leaf), x
 //             = u f16 (rows_cap, x_stride) in fragment order;  streams (rows_cap, 4 hidden) f32, rinv
-//             (rows_cap, 4) f32, w (4 hidden) f32 -> m (rows_cap, hidden) f32.  hidden % 16 == 0, R % 16 ==
-//             0, rows_cap <= FN_ROWS. Rows >= round.n_rows are neither read nor written.
+//             (rows_cap, 4) f32, w (4 hidden) f32 -> m (rows_cap, hidden) f32 and, where m16 is not null,
+//             the operand of plain linears that read m: m16 (rows_cap, hidden) f16 in fragment order.
+//             hidden % 16 == 0, R % 16 == 0, rows_cap <= FN_ROWS. Rows >= round.n_rows are neither read nor
+//             written.
 // Launch      grid (ceil(hidden / 16)), block 128, shared UpShared.  A block makes 16 channels of all rows:
 //             warp j the 16 gates of stream j; shared memory brings the four streams of a channel together.
 // Arithmetic  order site_mix_v1.  dot = plain_dot_v1 and part_sum_v1: a chain of k16 mma steps a segment,
 //             from +0, k rising, segments added in rising order;  g_j = sigmoid(dot);  n_j = (s_j * rinv_j) *
-//             (1 + w_j) in f32; m = fma(g3, n3, fma(g2, n2, fma(g1, n1, g0 * n0))) * 0.25.
+//             (1 + w_j) in f32; m = fma(g3, n3, fma(g2, n2, fma(g1, n1, g0 * n0))) * 0.25;  m16 = f16(m).
 // Equality    both widths give a row the same bytes, whatever the other rows are.  NaN and Inf of a row stay
-//             in it.
+//             in it.  m16: the bytes of linear_input.
 // Reference   ref/glue.py Site.  Source: model.md section 3.
 //
 // The weights are read once from memory, so what counts is how many bytes are on their way: a lane asks for
@@ -73,7 +75,7 @@ FN_DEVICE void chain(float (&d)[TILES][4], const uint4* a, const u16* (&x)[TILES
 }  // namespace FN_NAMESPACE
 
 FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, const float* rinv,
-           const float* w, float* m, u32 hidden)) {
+           const float* w, float* m, u16* m16, u32 hidden)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(UpShared, shared);
     fn_let_next();
@@ -141,7 +143,9 @@ FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, c
 #pragma unroll
             for (u32 k = 1; k < 4; k++)
                 sum = fn_fma(shared.g[k][row][i_channel], shared.n[k][row][i_channel], sum);
-            m[(u64)row * hidden + c] = fn_mul(sum, 0.25f);
+            float mean = fn_mul(sum, 0.25f);
+            m[(u64)row * hidden + c] = mean;
+            if (m16) m16[(u64)row * hidden + fn_frag_pos(c)] = fn_f2h(mean);
         }
     }
 }

@@ -232,6 +232,7 @@ def _site_up(case: Case, seed: int, deep: bool = False) -> Operands:
     """deep: operands as tile images, for deep_site_up."""
     hidden, rank, order = case.int("hidden"), case.int("rank"), row_order(case)
     n, cap, bf16 = len(order), case.int("rows_cap"), case["dtype"] == "bf16"
+    operand = bool(case.dims.get("operand"))
     n_made = max(N_ROWS, n)
     streams = signed(seed, "streams", (n_made, 4 * hidden), 4.0)
     rinv = np.abs(signed(seed, "rinv", (n_made, 4), 1.0)) + np.float32(0.25)
@@ -271,6 +272,10 @@ def _site_up(case: Case, seed: int, deep: bool = False) -> Operands:
             bound = (size * (error / 4 + 16 * F32_ULP)).sum(axis=1) * 0.25
         near("m", got["m"][:n], want, bound)
         untouched("m", got["m"][n:])
+        if operand:
+            with np.errstate(over="ignore"):
+                same_bits("m16", from_fragment(got["m16"][:n]), got["m"][:n].astype(np.float16))
+            untouched("m16", got["m16"][n:])
 
     return Operands(
         arrays={
@@ -279,16 +284,17 @@ def _site_up(case: Case, seed: int, deep: bool = False) -> Operands:
             **ins,
             "w": w,
             "m": poisoned_rows(cap, hidden),
+            **({"m16": poisoned_rows(cap, hidden, dtype=np.float16)} if operand else {}),
             "weights": plain_tiles(up16),
             "u": to_tiles(u_in) if deep else to_fragment(u_in),
         },
-        scalars={"hidden": hidden},
+        scalars={"hidden": hidden, **({} if deep or operand else {"m16": 0})},
         grid=(hidden // 32 * -(-cap // 128), 1, 1) if deep else (-(-hidden // 16), 1, 1),
         relocations=[
             ("linear", field_at(LINEAR, "w", "data"), "weights", 0),
             ("linear", field_at(LINEAR, "x"), "u", 0),
         ],
-        outputs=("m",),
+        outputs=("m", "m16") if operand else ("m",),
         expect=expect,
     )
 

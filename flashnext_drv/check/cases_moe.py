@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from ..kernels.exl3 import dot_segments
 from ..kernels.spec import Case
-from ..kernels.tables import LINE, ROUTE, exl3_format
+from ..kernels.tables import FORMAT_F16, LINE, LINEAR, ROUTE, exl3_format
 from ..ref.orders import canonical, fma32, hadamard128, tree
 from .contract import Operands, bits, poison
 from .operands import (
     F32_ULP,
     field_at,
     from_fragment,
+    linear_table,
     near,
     poisoned_rows,
     rotated,
@@ -51,29 +52,64 @@ def build(name: str, case: Case, seed: int) -> Operands:
 
 def _router_pick(case: Case, seed: int) -> Operands:
     n_experts, n_active, order = case.int("n_experts"), case.int("n_active"), row_order(case)
-    n, cap = len(order), case.int("rows_cap")
-    logits = _logits(case, seed)
-    shared = signed(seed, "shared", (N_ROWS,), 8.0)
-    l_in, s_in = rows_of(logits, order, cap), rows_of(shared, order, cap)
+    n, cap, segments = len(order), case.int("rows_cap"), case.int("segments")
+    linears = linear_table(2)
+    arrays: Arrays = {"round": round_table(n, cap), "linears": linears}
+    relocations, sums = [], []
+    wanted = (("gate", _logits(case, seed)), ("shared", signed(seed, "shared", (N_ROWS, 1), 8.0)))
+    for i, (name, values) in enumerate(wanted):
+        linears[i]["n"], linears[i]["leaves"] = values.shape[1], 1
+        linears[i]["segments"] = segments or 8  # of finished sums it says nothing
+        linears[i]["w"]["format"] = FORMAT_F16
+        field, array = "out", rows_of(values, order, cap)
+        if segments:
+            units = _units(case, seed, name, values)
+            field, values = "part", _chain(units)
+            array = np.ascontiguousarray(rows_of(units, order, cap).swapaxes(0, 1))
+        arrays[f"{field}_{name}"] = array
+        sums.append(values[order])
+        relocations.append(
+            ("linears", i * LINEAR.itemsize + field_at(LINEAR, field), f"{field}_{name}", 0)
+        )
+    arrays["routes"] = poison((cap, n_active + 1), ROUTE)
+    logits, shared = sums
 
     def expect(got: Arrays) -> None:
         for i in range(n):
-            _check_routes(f"row {i}", got["routes"][i], l_in[i], float(s_in[i]), n_active)
+            _check_routes(f"row {i}", got["routes"][i], logits[i], float(shared[i, 0]), n_active)
         untouched("routes", got["routes"][n:])
 
     return Operands(
-        arrays={
-            "round": round_table(n, cap),
-            "logits": l_in,
-            "shared": s_in,
-            "routes": poison((cap, n_active + 1), ROUTE),
-        },
+        arrays=arrays,
         scalars={"n_experts": n_experts, "n_active": n_active},
         grid=(cap, 1, 1),
-        relocations=[],
+        relocations=relocations,
         outputs=("routes",),
         expect=expect,
     )
+
+
+def _units(case: Case, seed: int, name: str, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(rows, segments, n) f32 whose sum in order is near the logits, or they themselves where a case is about
+    equal ones.  What the last unit takes back is large, so another order gives other logits."""
+    segments = case.int("segments")
+    units = np.full((len(logits), segments, logits.shape[1]), -0.0, np.float32)
+    if case.dims.get("special") in ("equal", "ties"):
+        units[:, 0] = logits  # adding -0 changes nothing
+        return units
+    units[:, :-1] = signed(seed, f"units {name}", units[:, :-1].shape, 2048.0)
+    with np.errstate(invalid="ignore"):
+        units[:, -1] = logits - _chain(units[:, :-1]) if segments > 1 else logits
+    return units
+
+
+def _chain(units: NDArray[np.float32]) -> NDArray[np.float32]:
+    """part_sum_v1 of one leaf, over axis 1."""
+    with np.errstate(invalid="ignore"):
+        total = units[:, 0]
+        for i in range(1, units.shape[1]):
+            total = total + units[:, i]
+    return total
 
 
 def _logits(case: Case, seed: int) -> NDArray[np.float32]:

@@ -10,6 +10,7 @@ has a pair that ends with it, or takes the same operands.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +25,7 @@ from .cases_gdn_deep import PAIRS as GDN
 from .contract import CheckDevice, Operands, Ran, launch_case, poison
 from .mates import planes
 from .operands import field_at, round_table
-from .pairing import Expected, Pair, Then, Turned, as_it_is, same_operands
+from .pairing import Expected, Pair, Then, Turned, as_it_is, follow, same_operands
 from .pairs_attn import PAIRS as ATTN
 from .pairs_deep import PAIRS as DEEP
 from .pairs_moe_deep import PAIRS as MOE_DEEP
@@ -189,6 +190,31 @@ def _expert_operands(case: Case, given: Operands, ran: Ran) -> Turned:
     return operands, compared
 
 
+def _finished_logits(case: Case, given: Operands, ran: Ran) -> Turned:
+    """router_pick on units -> linear_finish, then router_pick on the sums."""
+    if not case.int("segments"):
+        return None
+    linears, cap = given.arrays["linears"], len(given.arrays["routes"])
+    outs = ("out_gate", "out_shared")
+    arrays = {**given.arrays, **{out: poison((cap, int(one["n"])), np.float32)
+                                 for out, one in zip(outs, linears, strict=True)}}
+    moves = [("linears", i * LINEAR.itemsize + field_at(LINEAR, "out"), out, 0)
+             for i, out in enumerate(outs)]
+    operands = Operands(arrays, {}, (-(-int(linears["n"].max()) // 512), len(linears), cap),
+                        [*given.relocations, *moves], outs, lambda _: None)
+    return operands, lambda other: [("routes", ran.found["routes"], other.found["routes"])]
+
+
+def _pick_again(given: Operands, ran: Ran) -> Operands:
+    """linear_finish -> router_pick on what it finished."""
+    cap, n_slots = given.arrays["routes"].shape
+    finished = [move for move in given.relocations if move[2] in given.outputs]
+    scalars: dict[str, int | float] = {
+        "n_experts": int(given.arrays["linears"]["n"][0]), "n_active": n_slots - 1
+    }
+    return replace(follow(given, ran, (cap, 1, 1), scalars), relocations=finished, outputs=("routes",))
+
+
 PAIRS: Final = (
     Pair("linear_gemv_n8", "linear_gemv_n16", as_it_is),
     Pair("site_up_n8", "site_up_n16", as_it_is),
@@ -196,6 +222,7 @@ PAIRS: Final = (
     Pair("moe_gemv_gu", "linear_gemv_n8", _expert_dots),
     Pair("moe_gemv_down", "linear_gemv_n8", _expert_dots),
     Pair("moe_input", "linear_input", _expert_operands),
+    Pair("router_pick", "linear_finish", _finished_logits, then=(Then("router_pick", _pick_again),)),
     *ATTN,
     *DEEP,
     *GDN,

@@ -74,7 +74,12 @@ def _site_up(case: Case, given: Operands, ran: Ran) -> Turned:
         "m": poison((len(rows), hidden), np.float32),
     }
     operands = Operands(
-        arrays, given.scalars, (-(-hidden // 16), 1, 1), given.relocations, ("m",), lambda _: None
+        arrays,
+        {**given.scalars, "m16": 0},
+        (-(-hidden // 16), 1, 1),
+        given.relocations,
+        ("m",),
+        lambda _: None,
     )
     return operands, lambda other: [("m", ran.found["m"][rows], other.found["m"])]
 

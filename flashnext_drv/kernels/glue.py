@@ -141,6 +141,9 @@ def _up(rows_max: int) -> KernelSpec:
         _case("bf16", rows=3, rows_cap=rows_max, dtype="bf16", hidden=128, rank=320),
         _case("real_sizes", rows=2, rows_cap=rows_max, dtype="f16", hidden=2560, rank=320),
         _case("nonfinite", rows=3, rows_cap=rows_max, dtype="f16", hidden=128, rank=32, special="nonfinite"),
+        _case("operand", rows=rows_max - 1, rows_cap=rows_max, dtype="f16", hidden=256, rank=64, operand=1),
+        _case("operand_nonfinite", rows=3, rows_cap=rows_max, dtype="f16", hidden=128, rank=32, operand=1,
+              special="nonfinite"),
     ]
     return KernelSpec(
         name=f"site_up_n{rows_max}",
@@ -153,6 +156,7 @@ def _up(rows_max: int) -> KernelSpec:
             Arg("rinv", PTR, "(rows_cap, 4) f32", "r"),
             Arg("w", PTR, "(4 hidden) f32, norm weight", "r"),
             Arg("m", PTR, "(rows_cap, hidden) f32", "w"),
+            Arg("m16", PTR, "(rows_cap, hidden) f16, m as an operand in fragment order, or null", "w"),
             _HIDDEN,
         ),
         grid="ceil(hidden / 16)",
@@ -164,15 +168,15 @@ def _up(rows_max: int) -> KernelSpec:
         constants=("linear", "w"),
         limits=limits_of(f"site_up_n{rows_max}"),
         reference="glue.Site",
-        rows={"u": 0, "streams": 0, "rinv": 0, "m": 0},
+        rows={"u": 0, "streams": 0, "rinv": 0, "m": 0, "m16": 0},
         exempt={"integers": "passes through a sigmoid: integers have no exact answer",
-                "midpoints": "outputs are f32: nothing is rounded to f16",
+                "midpoints": "what is rounded has passed through a sigmoid: no input gives an exact tie",
                 **({} if rows_max == 8 else {"order": "compared from site_up_n8, on its cases"})},
         controls=planted.SITE_UP_N8 if rows_max == 8 else planted.SITE_UP_N16,
         bound=(
             "From u and the weights as given: the chain of K/16 mma steps errs by 2^-23 of the largest term "
             "a step (bf16: two steps), sigmoid has slope 1/4 and 3 ulp, n three roundings, the chain over "
-            "four streams four: (K/16 2^-23 max|u w| 16 / 4 + 10 2^-24) sum |n_j|."
+            "four streams four: (K/16 2^-23 max|u w| 16 / 4 + 10 2^-24) sum |n_j|.  m16: f16 of m, in bits."
         ),
         cases=tuple(cases),
     )

@@ -26,10 +26,14 @@ _SLOTS: Final = Arg("n_slots", U32, "active experts + 1, 2..33")
 _WIDTH: Final = Arg("width_cap", U32, "largest expert width, multiple of 128")
 
 
-def _route(name: str, n_experts: int, n_active: int, rows: int, special: str = "") -> Case:
+def _route(
+    name: str, n_experts: int, n_active: int, rows: int, special: str = "", segments: int = 8
+) -> Case:
+    """segments: of both linears' sums; 0: the sums are finished."""
+    size = {"n_experts": n_experts, "n_active": n_active, "segments": segments}
     return Case(
         name,
-        {"rows": rows, "rows_cap": 16, "n_experts": n_experts, "n_active": n_active, "special": special},
+        {"rows": rows, "rows_cap": 16, **size, "special": special},
         shows=("integers",) if special == "equal" else (),
     )
 
@@ -47,26 +51,25 @@ ROUTER_PICK: Final = KernelSpec(
     order="route_v1",
     args=(
         _ROUND,
-        Arg("logits", PTR, "(rows_cap, n_experts) f32", "r"),
-        Arg("shared", PTR, "(rows_cap) f32", "r"),
+        Arg("linears", PTR, "FnLinear[2]: gate (n = n_experts), shared gate (n = 1)", "r"),
         Arg("routes", PTR, "FnRoute (rows_cap, n_active + 1)", "w"),
         Arg("n_experts", U32, f"1..{MAX_EXPERTS}"),
         Arg("n_active", U32, "1..32, at most n_experts"),
     ),
     grid="rows_cap",
-    block=32,
-    shared_bytes=10760,
+    block=544,
+    shared_bytes=13064,
     programmatic=True,
+    constants=("linears",),
     limits=limits_of("router_pick"),
     reference="moe.route",
-    rows={"logits": 0, "shared": 0, "routes": 0},
-    exempt={"order": "the only kernel of its order",
-            "midpoints": "outputs are f32: nothing is rounded to f16"},
+    rows={"part_*": 1, "out_*": 0, "routes": 0},
+    exempt={"midpoints": "outputs are f32: nothing is rounded to f16"},
     controls=planted.ROUTER_PICK,
     bound=(
-        "Choices exact.  Weights: exp 2 u and u |l - max| for its argument, in numerator and sum, n_active "
-        "additions, one division (u = 2^-24): (5 + n_active + 2 max|l - max|) u relative.  Shared: sigmoid "
-        "5 u."
+        "Logits in bits as part_sum_v1.  Choices exact.  Weights: exp 2 u and u |l - max| for its argument, "
+        "in numerator and sum, n_active additions, one division (u = 2^-24): (5 + n_active + 2 max|l - max|) "
+        "u relative.  Shared: sigmoid 5 u."
     ),
     cases=(
         _route("small", 16, 4, 3),
@@ -77,11 +80,14 @@ ROUTER_PICK: Final = KernelSpec(
         _route("equal", 512, 10, 2, "equal"),
         _route("equal_small", 16, 4, 2, "equal"),
         _route("nonfinite", 64, 4, 5, "nonfinite"),
-        _route("all_chosen", 8, 8, 2),
-        _route("one_expert", 1, 1, 2),
-        _route("odd_count", 77, 3, 2),
-        _route("widest", 1024, 32, 2),
+        _route("all_chosen", 8, 8, 2, segments=1),
+        _route("one_expert", 1, 1, 2, segments=2),
+        _route("odd_count", 77, 3, 2, segments=32),
+        _route("widest", 1024, 32, 2, segments=16),
         _route("one_lane", 512, 10, 2, "one_lane"),
+        _route("widest_equal", 1024, 32, 1, "equal", segments=4),
+        _route("finished", 512, 10, 16, segments=0),
+        _route("finished_nonfinite", 64, 4, 5, "nonfinite", segments=0),
     ),
 )
 

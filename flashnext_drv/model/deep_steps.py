@@ -308,7 +308,6 @@ class _Walk:
         c, stem = self.c, f"L{i_layer}"
         group = f"{stem}.router"
         yield from self._linears(group)
-        logits, shared = self._outs(group)
         pairs_cap = self.deep.pairs[0]
         tiles_cap = deep_pairs(self.rows, self.layout.n_slots, c.n_experts)[1]
         width = self.layout.width_cap
@@ -323,8 +322,7 @@ class _Walk:
             "router_pick",
             (self.rows,),
             {
-                "logits": logits,
-                "shared": shared,
+                "linears": f"{group}.deep",
                 "routes": "d_routes",
                 "n_experts": c.n_experts,
                 "n_active": c.n_active,

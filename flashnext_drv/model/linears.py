@@ -109,12 +109,14 @@ def _groups(config: ModelConfig) -> Iterator[Group]:
         yield from _site(config, f"{stem}.attn_site", names.attn_site(i_layer))
         yield from _gdn(config, i_layer) if kind == "gdn" else _qsa(config, i_layer)
         yield from _site(config, f"{stem}.mlp_site", names.mlp_site(i_layer))
+        # plain in every pack (inventory.py): site_up makes the one operand, router_pick sums the units
         yield Group(
             f"{stem}.router",
             (
                 Member(f"{mlp}.gate", config.hidden, config.n_experts),
                 Member(f"{mlp}.shared_expert_gate", config.hidden, 1, shares=0),
             ),
+            out="",
         )
     yield from _site(config, "mixer", names.mixer, inject=False)
     yield Group("head", (Member(names.head, config.hidden, config.vocab),), out="logits")

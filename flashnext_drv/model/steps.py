@@ -82,7 +82,7 @@ def body_steps(
             yield from _ple(layout, i_layer, ngram_bits[i_layer])
         yield from _site(layout, f"{stem}.attn_site", pending)
         yield from _gdn(layout, i_layer) if kind == "gdn" else _qsa(layout, i_layer, context)
-        yield from _site(layout, f"{stem}.mlp_site", True)
+        yield from _site(layout, f"{stem}.mlp_site", True, feeds=f"{stem}.router")
         yield from _moe(layout, i_layer)
         pending = True
 
@@ -149,7 +149,8 @@ def _add(layout: Layout) -> dict[str, Value]:
     return {"streams": "streams", "y": "y", "inject": "inject", "hidden": layout.config.hidden}
 
 
-def _site(layout: Layout, name: str, add: bool, inject: bool = True) -> Iterator[Step]:
+def _site(layout: Layout, name: str, add: bool, inject: bool = True, feeds: str = "") -> Iterator[Step]:
+    """feeds: group of plain linears that share one operand, which is made here."""
     c = layout.config
     weights = f"{name}.norm"
     yield Step(
@@ -188,6 +189,7 @@ def _site(layout: Layout, name: str, add: bool, inject: bool = True) -> Iterator
             "rinv": "rinv",
             "w": weights,
             "m": "m",
+            "m16": f"x+{layout.member_offsets(feeds)[0][0]}" if feeds else 0,
             "hidden": c.hidden,
         },
         name,
@@ -374,8 +376,7 @@ def _qsa(layout: Layout, i_layer: int, context: int) -> Iterator[Step]:
 def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
     c, stem, slots = layout.config, f"L{i_layer}", layout.n_slots
     group = f"{stem}.router"
-    yield from _linears(layout, group, "m", c.hidden)
-    logits, shared = (f"out+{offset}" for offset in layout.member_offsets(group)[2])
+    yield from _gemv(layout, group)
     width = layout.width_cap
     gu_units, down_units = layout.moe_units
     table: dict[str, Value] = {"routes": "routes", "lines": f"{stem}.lines"}
@@ -385,8 +386,7 @@ def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
         "router_pick",
         ("rows",),
         {
-            "logits": logits,
-            "shared": shared,
+            "linears": f"{group}.linears",
             "routes": "routes",
             "n_experts": c.n_experts,
             "n_active": c.n_active,

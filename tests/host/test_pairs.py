@@ -25,8 +25,11 @@ def operands(rows: int) -> Operands:
 
 @pytest.mark.parametrize("pair", pairs.PAIRS, ids=lambda pair: f"{pair.kernel}-{pair}")
 def test_a_pair_is_of_kernels_that_exist(pair: Pair) -> None:
-    named = [pair.kernel, pair.other, *(one.kernel for one in (*pair.more, *pair.then))]
-    assert set(named) <= NAMES and len(set(named)) == len(named)
+    sides = [[first, *(one.kernel for one in rest)]
+             for first, rest in ((pair.kernel, pair.more), (pair.other, pair.then))]
+    for side in sides:
+        assert set(side) <= NAMES and len(set(side)) == len(side)
+    assert sides[0] != sides[1] and pair.other not in sides[0]
 
 
 @pytest.mark.parametrize("name", sorted(spec.name for spec in catalog.specs() if spec.replaces))
