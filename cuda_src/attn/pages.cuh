@@ -20,21 +20,33 @@ FN_DEVICE const FnPage* fn_pages(const FnSlot* slots, u32 slot) {
     return reinterpret_cast<const FnPage*>(slots[slot].pages);
 }
 
+// The same, and the page of one token, ahead of fn_wait_prior.
+FN_DEVICE const FnPage* fn_pages_here(const FnSlot* slots, u32 slot) {
+    return reinterpret_cast<const FnPage*>(fn_ld_here(&slots[slot].pages));
+}
+FN_DEVICE FnPage fn_page_here(const FnPage* pages, u32 position) {
+    return fn_ld_here(pages + position / FN_PAGE_TOKENS);
+}
+
 // Address of the key of one kv head of one token; its value lies fn_value_step further.
-FN_DEVICE u64 fn_key_at(const FnPage* pages, u64 kv_offset, u32 position, u32 n_kv, u32 head) {
+FN_DEVICE u64 fn_key_in(const FnPage& page, u64 kv_offset, u32 position, u32 n_kv, u32 head) {
     u32 entry = position % FN_PAGE_TOKENS;
-    return pages[position / FN_PAGE_TOKENS].kv + kv_offset + (u64)((entry * n_kv + head) * (FN_HEAD * 2u));
+    return page.kv + kv_offset + (u64)((entry * n_kv + head) * (FN_HEAD * 2u));
+}
+FN_DEVICE u64 fn_key_at(const FnPage* pages, u64 kv_offset, u32 position, u32 n_kv, u32 head) {
+    return fn_key_in(pages[position / FN_PAGE_TOKENS], kv_offset, position, n_kv, head);
 }
 FN_DEVICE u64 fn_value_step(u32 n_kv) { return (u64)(FN_PAGE_TOKENS * FN_HEAD * 2u) * n_kv; }
 
 // Address of a token's raw index key, and of a block's pooled key.
-FN_DEVICE u64 fn_raw_at(const FnPage* pages, u64 index_offset, u32 position) {
-    return pages[position / FN_PAGE_TOKENS].index + index_offset +
-           (u64)(position % FN_PAGE_TOKENS * (FN_INDEX_HEAD * 2u));
+FN_DEVICE u64 fn_raw_in(const FnPage& page, u64 index_offset, u32 position) {
+    return page.index + index_offset + (u64)(position % FN_PAGE_TOKENS * (FN_INDEX_HEAD * 2u));
+}
+FN_DEVICE u64 fn_pooled_in(const FnPage& page, u64 index_offset, u32 block) {
+    return page.index + index_offset + (u64)((FN_PAGE_TOKENS + block % FN_PAGE_BLOCKS) * (FN_INDEX_HEAD * 2u));
 }
 FN_DEVICE u64 fn_pooled_at(const FnPage* pages, u64 index_offset, u32 block) {
-    return pages[block / FN_PAGE_BLOCKS].index + index_offset +
-           (u64)((FN_PAGE_TOKENS + block % FN_PAGE_BLOCKS) * (FN_INDEX_HEAD * 2u));
+    return fn_pooled_in(pages[block / FN_PAGE_BLOCKS], index_offset, block);
 }
 
 // Complete blocks that a row at `position` sees.
