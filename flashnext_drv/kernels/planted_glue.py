@@ -198,6 +198,6 @@ SITE_UP_N16: Final = _SITE_UP
 STREAM_ADD: Final = (
     _one("split", "contraction", _ADD, "fn_fma(p.y, v, b)", "fn_add(fn_mul(p.y, v), b)"),
     _one("other_stream", "index", _ADD, "fn_fma(p.z, v, c)", "fn_fma(p.y, v, c)"),
-    _one("padding_row", "stale", _ADD, "row >= fn_ld(&round->n_rows) ||", "row > fn_ld(&round->n_rows) ||"),
+    _one("padding_row", "stale", _ADD, "row >= n_rows ||", "row > n_rows ||"),
     _one("last_channel", "tail", _ADD, "|| i >= hidden)", "|| i + 1u >= hidden)"),
 )
