@@ -68,15 +68,15 @@ FN_DEVICE u32 fn_attended_token(u32 i, u32 position, u32 budget, const u32* sel)
 
 // RMS norm of one head over the warp, lane l holding elements l, l + 32, ...  (order rms_head_v1): per lane an fma
 // chain of squares from zero, the warp tree, 1/rms; then (x * r) * (1 + w).
+// w: the weights of the lane's elements.
 template <int N> FN_DEVICE void fn_head_norm(float (&v)[N], const float* w, float eps) {
-    u32 lane = threadIdx.x & 31u;
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < N; i++) sum = fn_fma(v[i], v[i], sum);
     sum = fn_warp_sum(sum);
     float r = fn_rsqrt(fn_add(fn_mul(sum, 1.f / (float)(32 * N)), eps));
 #pragma unroll
-    for (int i = 0; i < N; i++) v[i] = fn_mul(fn_mul(v[i], r), fn_add(1.f, w[lane + 32u * i]));
+    for (int i = 0; i < N; i++) v[i] = fn_mul(fn_mul(v[i], r), fn_add(1.f, w[i]));
 }
 
 // Rotation of the pair (x_i, x_{i+32}) by the angle whose cosine and sine are given.

@@ -25,11 +25,11 @@ template <int N> FN_DEVICE void store(const float (&v)[N], u16* y, u32 lane) {
     for (int i = 0; i < N; i++) y[lane + 32u * i] = fn_f2h(v[i]);
 }
 
-// Norm, rotation (rope_dim 64; 0 leaves it out), rounding of one head.
+// Norm, rotation (rope_dim 64; 0 leaves it out), rounding of one head.  norm, angle: of the lane.
 template <int N>
-FN_DEVICE void finish(float (&v)[N], const float* norm, const float* rope, u32 rope_dim, float eps, u16* y, u32 lane) {
+FN_DEVICE void finish(float (&v)[N], const float (&norm)[8], float2 angle, u32 rope_dim, float eps, u16* y, u32 lane) {
     fn_head_norm(v, norm, eps);
-    if (rope_dim != 0u) fn_rotate(v[0], v[1], fn_ld(reinterpret_cast<const float2*>(rope) + lane));
+    if (rope_dim != 0u) fn_rotate(v[0], v[1], angle);
     store(v, y, lane);
 }
 
@@ -50,16 +50,29 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnRow* rows, const FnS
         page = fn_page_here(fn_pages_here(slots, slot), position);
         first_row = fn_ld_here(&runs[run].first_row);
     }
+    const float* weights = head < n_q                                ? q_norm
+                           : head < n_q + 2u * n_kv                  ? k_norm
+                           : head < n_q + 2u * n_kv + FN_INDEX_HEADS ? iq_norm
+                                                                     : ik_norm;
+    float norm[8];
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+        norm[i] = 0.f;
+        if (i < 4u || head < n_q + 2u * n_kv) norm[i] = fn_ld_here(weights + lane + 32u * i);
+    }
 
     fn_wait_prior();
     if (!live) return;
-    const float* angles = rope + (size_t)r * 64u;
+    // The index key's angle is its block's.
+    const float* angles = (head < n_q + 2u * n_kv + FN_INDEX_HEADS ? rope : rope_block) + (size_t)r * 64u;
+    float2 angle = {1.f, 0.f};
+    if (rope_dim != 0u) angle = fn_ld_here(reinterpret_cast<const float2*>(angles) + lane);
 
     if (head < n_q) {
         size_t at = (size_t)r * n_q + head;
         float x[8];
         load(x, q + at * (2u * FN_HEAD), lane);
-        finish(x, q_norm, angles, rope_dim, eps, q16 + at * FN_HEAD, lane);
+        finish(x, norm, angle, rope_dim, eps, q16 + at * FN_HEAD, lane);
         return;
     }
     head -= n_q;
@@ -72,14 +85,14 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnRow* rows, const FnS
         if (value)
             store(x, reinterpret_cast<u16*>(at + fn_value_step(n_kv)), lane);
         else
-            finish(x, k_norm, angles, rope_dim, eps, reinterpret_cast<u16*>(at), lane);
+            finish(x, norm, angle, rope_dim, eps, reinterpret_cast<u16*>(at), lane);
         return;
     }
     head -= 2u * n_kv;
     if (head < FN_INDEX_HEADS) {
         float x[4];
         load(x, idx + ((size_t)r * (FN_INDEX_HEADS + 1u) + head) * FN_INDEX_HEAD, lane);
-        finish(x, iq_norm, angles, rope_dim, eps, iq16 + ((size_t)r * FN_INDEX_HEADS + head) * FN_INDEX_HEAD, lane);
+        finish(x, norm, angle, rope_dim, eps, iq16 + ((size_t)r * FN_INDEX_HEADS + head) * FN_INDEX_HEAD, lane);
         return;
     }
     if (head > FN_INDEX_HEADS) return;
@@ -111,5 +124,5 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnRow* rows, const FnS
         x[j] = fn_mul(fn_add(fn_add(k0, k1), fn_add(k2, k3)), 0.25f);
     }
     u64 pooled = fn_pooled_in(page, index_offset, position / FN_BLOCK_TOKENS);
-    finish(x, ik_norm, rope_block + (size_t)r * 64u, rope_dim, eps, reinterpret_cast<u16*>(pooled), lane);
+    finish(x, norm, angle, rope_dim, eps, reinterpret_cast<u16*>(pooled), lane);
 }
