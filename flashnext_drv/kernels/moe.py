@@ -104,6 +104,7 @@ MOE_INPUT: Final = KernelSpec(
         Arg("x", PTR, "(rows_cap, n_slots, 2, hidden) f16, fragment order", "w"),
         _HIDDEN,
         _SLOTS,
+        Arg("n_experts", U32, "E: the lines are asked for in L2, all of them"),
     ),
     grid="ceil(hidden / 512), 2 n_slots, rows_cap",
     block=128,

@@ -398,7 +398,7 @@ def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
     yield Step(
         "moe_input",
         (-(-c.hidden // 512), 2 * slots, "rows"),
-        {**table, "m": "m", "x": "moe_x", "hidden": c.hidden, "n_slots": slots},
+        {**table, "m": "m", "x": "moe_x", "hidden": c.hidden, "n_slots": slots, "n_experts": c.n_experts},
         scope,
     )
     yield Step(
