@@ -246,8 +246,8 @@ class Rank(Owner):
 
     def _lead(self, launches: list[Launch]) -> None:
         """Of a path's launches all but the first may start ahead of those before them.  So behind the first
-        everything is done that came before the path: tables and states that none of its launches writes may be
-        read early (KernelSpec.settled)."""
+        everything is done that came before the path: tables and states that none of its launches writes may
+        be read early (KernelSpec.settled)."""
         for i, launch in enumerate(launches):
             launch.programmatic = self._programmatic and i > 0 and self.kernels.may_lead(launch.name)
 

@@ -67,7 +67,13 @@ QSA_PREP: Final = (
         "y[lane + 32u * i] = fn_f2h(fn_u2f(fn_f2u(v[i]) + 1u));",
         "midpoints",
     ),
-    _one("rope_of_the_row", "index", _PREP, "FN_INDEX_HEADS ? rope : rope_block)", "FN_INDEX_HEADS ? rope : rope)"),
+    _one(
+        "rope_of_the_row",
+        "index",
+        _PREP,
+        "FN_INDEX_HEADS ? rope : rope_block)",
+        "FN_INDEX_HEADS ? rope : rope)",
+    ),
     _one(
         "block_of_three",
         "tail",

@@ -45,8 +45,8 @@ def arguments(function: str, text: str) -> list[str]:
     return out
 
 
-# Their wait stands in a helper, behind the loads of the first weights; their last statement hands over to it what is
-# read behind it.
+# Their wait stands in a helper, behind the loads of the first weights; their last statement hands over to it
+# what is read behind it.
 IN_HELPER = ("linear_gemv", "moe_gemv")
 LEAVES = r"\{\s*fn_wait_prior\(\);\s*return;\s*\}"
 
@@ -124,9 +124,10 @@ def in_state(arg: Arg) -> bool:
 
 
 def not_settled(walk: list[Step]) -> tuple[list[str], int]:
-    """What kernels of a path read ahead of their wait that a launch may still be writing, and how many read so.
+    """What kernels of a path read ahead of their wait that a launch may still be writing; how many read so.
 
-    The path's first launch waits for all before it, so it is a fence too, for what its own walk does not write."""
+    The path's first launch waits for all before it: it is a fence too, for what its own walk does not write.
+    """
     said, read = [], 0
     for i, step in enumerate(walk):
         spec = spec_of(step)
@@ -137,8 +138,9 @@ def not_settled(walk: list[Step]) -> tuple[list[str], int]:
         since = max((j for j in range(i) if j == 0 or spec_of(walk[j]).fence), default=0)
         for j, other in enumerate(walk):
             args = {"round": "round", **other.args}
-            spans = {(args[arg.name], PTR) for arg in spec_of(other).args if arg.kind == PTR and "w" in arg.rights}
-            if since <= j < i and places & spans:
+            written = {(args[arg.name], PTR) for arg in spec_of(other).args
+                       if arg.kind == PTR and "w" in arg.rights}
+            if since <= j < i and places & written:
                 said.append(f"{spec.name} reads early what {other.kernel} of {other.scope} wrote")
             # Of the state of a slot: whoever is given the place may write it.
             states = {(args[arg.name], U64) for arg in spec_of(other).args if in_state(arg)}
@@ -147,10 +149,11 @@ def not_settled(walk: list[Step]) -> tuple[list[str], int]:
     return said, read
 
 
-@pytest.mark.parametrize("limits", [Limits(context_tokens=100), Limits(context_tokens=100, expert_lines=4)], ids=["resident", "offloaded"])
+@pytest.mark.parametrize("limits", [Limits(context_tokens=100), Limits(context_tokens=100, expert_lines=4)],
+                         ids=["resident", "offloaded"])
 def test_what_is_settled_was_written_before_a_fence(limits: Limits) -> None:
-    """Between a launch that reads ahead of its wait what other launches write, and the last of those, there is a
-    fence; of a slot's state no other launch of the path has the place."""
+    """Between a launch that reads ahead of its wait what other launches write, and the last of those, stands
+    a fence; of a slot's state no other launch of the path has the place."""
     layout = Layout(Pack.open(MICRO).config, limits)
     body = list(body_steps(layout, True, dict.fromkeys(layout.config.ple_layers, 8)))
     head, ahead = list(head_steps(layout)), list(ahead_steps(layout))
