@@ -24,18 +24,21 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const u
            float* score, u32 max_blocks, u32 budget)) {
     using namespace FN_NAMESPACE;
     fn_let_next();
-    u32 r = blockIdx.y;
-    fn_wait_prior();
-    if (r >= round->n_rows) return;
-    FnRow row = rows[r];
-    u32 seen = fn_blocks_seen(row.position);
-    if (seen <= budget) return;
+    u32 r = blockIdx.y, n_rows = fn_ld_here(&round->n_rows), slot = fn_ld_here(&rows[r].slot);
+    u32 seen = fn_blocks_seen(fn_ld_here(&rows[r].position));  // any bytes beyond n_rows
     u32 lane = threadIdx.x & 31u, g = lane >> 2, t = lane & 3u;
     u32 warps = gridDim.x * (FN_THREADS / 32u), warp = blockIdx.x * (FN_THREADS / 32u) + (threadIdx.x >> 5);
     u32 groups = (seen + FN_PAGE_BLOCKS - 1u) / FN_PAGE_BLOCKS;
-    if (warp >= groups) return;
+    bool live = r < n_rows && seen > budget && warp < groups;
+    const FnPage* pages = nullptr;
+    FnPage page = {};  // of the warp's next group
+    if (live) {
+        pages = fn_pages_here(slots, slot);
+        page = fn_ld_here(pages + warp);
+    }
 
-    const FnPage* pages = fn_pages(slots, row.slot);
+    fn_wait_prior();
+    if (!live) return;
     u32 b[8][2];
     u64 query = reinterpret_cast<u64>(iq16 + ((size_t)r * FN_INDEX_HEADS + (g & 3u)) * FN_INDEX_HEAD + 4u * t);
 #pragma unroll
@@ -46,7 +49,8 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const u
     }
     for (u32 group = warp; group < groups; group += warps) {
         u32 low = group * FN_PAGE_BLOCKS + g, high = low + 8u;
-        u64 key = fn_pooled_at(pages, index_offset, low) + 8u * t;  // the group is one page: `high` is 8 keys further
+        u64 key = fn_pooled_in(page, index_offset, low) + 8u * t;  // the group is one page: `high` is 8 keys further
+        if (group + warps < groups) page = fn_ld_here(pages + group + warps);
         uint2 a0[8], a1[8];
 #pragma unroll
         for (u32 s = 0; s < 8; s++) {

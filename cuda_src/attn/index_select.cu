@@ -211,25 +211,30 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const float* score, u32* sel
     using namespace FN_NAMESPACE;
     FN_SHARED(Shared, s);
     fn_let_next();
-    u32 r = first_row + blockIdx.x, tid = threadIdx.x;
+    u32 r = first_row + blockIdx.x, tid = threadIdx.x, n_rows = fn_ld_here(&round->n_rows), n = 0;
+    if (r < n_rows) n = fn_blocks_seen(fn_ld_here(&rows[r].position));
+    if (tid == 0u) s.any_nan = s.n_candidates = 0u;
+    __syncthreads();
+
     fn_wait_prior();
-    if (r >= round->n_rows) return;
-    u32 n = fn_blocks_seen(rows[r].position);
+    if (r >= n_rows) return;
     if (n <= budget) {
         if (tid == 0u) flag[r] = 0u;
         return;
     }
     const float* x = score + (size_t)blockIdx.x * max_blocks;
     u32* out = sel + (size_t)r * budget;
-    if (tid == 0u) s.any_nan = s.n_candidates = 0u;
-    __syncthreads();
-
     u32 n_candidates = n;
     if (n <= FN_CANDIDATES) {
-        for (u32 i = tid; i < n; i += FN_THREADS) {
-            float v = fn_ld(x + i);
-            if (v != v) s.any_nan = 1u;
-            s.key[i] = key_of(v);
+        float v[FN_CANDIDATES / FN_THREADS];  // all at once
+#pragma unroll
+        for (u32 k = 0; k < FN_CANDIDATES / FN_THREADS; k++)
+            if (tid + k * FN_THREADS < n) v[k] = fn_ld_here(x + tid + k * FN_THREADS);
+#pragma unroll
+        for (u32 k = 0; k < FN_CANDIDATES / FN_THREADS; k++) {
+            if (tid + k * FN_THREADS >= n) continue;
+            if (v[k] != v[k]) s.any_nan = 1u;
+            s.key[tid + k * FN_THREADS] = key_of(v[k]);
         }
     } else {
         float best[4] = {fn_u2f(0xff800000u), fn_u2f(0xff800000u), fn_u2f(0xff800000u), fn_u2f(0xff800000u)};

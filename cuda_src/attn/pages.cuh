@@ -20,21 +20,33 @@ FN_DEVICE const FnPage* fn_pages(const FnSlot* slots, u32 slot) {
     return reinterpret_cast<const FnPage*>(slots[slot].pages);
 }
 
+// The same, and the page of one token, ahead of fn_wait_prior.
+FN_DEVICE const FnPage* fn_pages_here(const FnSlot* slots, u32 slot) {
+    return reinterpret_cast<const FnPage*>(fn_ld_here(&slots[slot].pages));
+}
+FN_DEVICE FnPage fn_page_here(const FnPage* pages, u32 position) {
+    return fn_ld_here(pages + position / FN_PAGE_TOKENS);
+}
+
 // Address of the key of one kv head of one token; its value lies fn_value_step further.
-FN_DEVICE u64 fn_key_at(const FnPage* pages, u64 kv_offset, u32 position, u32 n_kv, u32 head) {
+FN_DEVICE u64 fn_key_in(const FnPage& page, u64 kv_offset, u32 position, u32 n_kv, u32 head) {
     u32 entry = position % FN_PAGE_TOKENS;
-    return pages[position / FN_PAGE_TOKENS].kv + kv_offset + (u64)((entry * n_kv + head) * (FN_HEAD * 2u));
+    return page.kv + kv_offset + (u64)((entry * n_kv + head) * (FN_HEAD * 2u));
+}
+FN_DEVICE u64 fn_key_at(const FnPage* pages, u64 kv_offset, u32 position, u32 n_kv, u32 head) {
+    return fn_key_in(pages[position / FN_PAGE_TOKENS], kv_offset, position, n_kv, head);
 }
 FN_DEVICE u64 fn_value_step(u32 n_kv) { return (u64)(FN_PAGE_TOKENS * FN_HEAD * 2u) * n_kv; }
 
 // Address of a token's raw index key, and of a block's pooled key.
-FN_DEVICE u64 fn_raw_at(const FnPage* pages, u64 index_offset, u32 position) {
-    return pages[position / FN_PAGE_TOKENS].index + index_offset +
-           (u64)(position % FN_PAGE_TOKENS * (FN_INDEX_HEAD * 2u));
+FN_DEVICE u64 fn_raw_in(const FnPage& page, u64 index_offset, u32 position) {
+    return page.index + index_offset + (u64)(position % FN_PAGE_TOKENS * (FN_INDEX_HEAD * 2u));
+}
+FN_DEVICE u64 fn_pooled_in(const FnPage& page, u64 index_offset, u32 block) {
+    return page.index + index_offset + (u64)((FN_PAGE_TOKENS + block % FN_PAGE_BLOCKS) * (FN_INDEX_HEAD * 2u));
 }
 FN_DEVICE u64 fn_pooled_at(const FnPage* pages, u64 index_offset, u32 block) {
-    return pages[block / FN_PAGE_BLOCKS].index + index_offset +
-           (u64)((FN_PAGE_TOKENS + block % FN_PAGE_BLOCKS) * (FN_INDEX_HEAD * 2u));
+    return fn_pooled_in(pages[block / FN_PAGE_BLOCKS], index_offset, block);
 }
 
 // Complete blocks that a row at `position` sees.
@@ -56,15 +68,15 @@ FN_DEVICE u32 fn_attended_token(u32 i, u32 position, u32 budget, const u32* sel)
 
 // RMS norm of one head over the warp, lane l holding elements l, l + 32, ...  (order rms_head_v1): per lane an fma
 // chain of squares from zero, the warp tree, 1/rms; then (x * r) * (1 + w).
+// w: the weights of the lane's elements.
 template <int N> FN_DEVICE void fn_head_norm(float (&v)[N], const float* w, float eps) {
-    u32 lane = threadIdx.x & 31u;
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < N; i++) sum = fn_fma(v[i], v[i], sum);
     sum = fn_warp_sum(sum);
     float r = fn_rsqrt(fn_add(fn_mul(sum, 1.f / (float)(32 * N)), eps));
 #pragma unroll
-    for (int i = 0; i < N; i++) v[i] = fn_mul(fn_mul(v[i], r), fn_add(1.f, w[lane + 32u * i]));
+    for (int i = 0; i < N; i++) v[i] = fn_mul(fn_mul(v[i], r), fn_add(1.f, w[i]));
 }
 
 // Rotation of the pair (x_i, x_{i+32}) by the angle whose cosine and sine are given.

@@ -140,20 +140,23 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const u
     using namespace FN_NAMESPACE;
     FN_SHARED(Shared, sh);
     fn_let_next();
-    u32 part = blockIdx.x, kv_head = blockIdx.y, r = blockIdx.z;
-    fn_wait_prior();
-    u32 n_rows = round->n_rows;
-    FnRow row = rows[r];  // beside n_rows, not after it; of a row that does not take part nothing is used
-    if (r >= n_rows) return;
-    u32 attended = fn_attended(row.position, budget);
-    if (part * FN_PART >= attended) return;
+    u32 part = blockIdx.x, kv_head = blockIdx.y, r = blockIdx.z, n_rows = fn_ld_here(&round->n_rows);
+    u32 slot = fn_ld_here(&rows[r].slot), position = fn_ld_here(&rows[r].position);  // any bytes beyond n_rows
+    u32 attended = fn_attended(position, budget);
+    bool there = r < n_rows && part * FN_PART < attended, chosen = fn_blocks_seen(position) > budget;
+    const FnPage* pages = there ? fn_pages_here(slots, slot) : nullptr;
     u32 live = fn_min_u32(attended - part * FN_PART, FN_PART), group = n_q / n_kv;
     u32 tid = threadIdx.x, lane = tid & 31u, warp = tid >> 5, g = lane >> 2, t = lane & 3u;
 
-    if (tid < FN_PART) {
-        u32 entry = part * FN_PART + fn_min_u32(tid, live - 1u);
-        u32 p = fn_attended_token(entry, row.position, budget, sel + (size_t)r * budget);
-        sh.key[tid] = fn_key_at(fn_pages(slots, row.slot), kv_offset, p, n_kv, kv_head);
+    u32 entry = part * FN_PART + fn_min_u32(tid, live - 1u);
+    if (there && !chosen && tid < FN_PART)
+        sh.key[tid] = fn_key_in(fn_page_here(pages, entry), kv_offset, entry, n_kv, kv_head);
+
+    fn_wait_prior();
+    if (!there) return;
+    if (chosen && tid < FN_PART) {
+        u32 p = fn_attended_token(entry, position, budget, sel + (size_t)r * budget);
+        sh.key[tid] = fn_key_at(pages, kv_offset, p, n_kv, kv_head);
     }
     __syncthreads();
 

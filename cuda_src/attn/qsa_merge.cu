@@ -21,30 +21,38 @@ struct Shared {
     float o[256];
 };
 
-// Factors of parts base .. base + n - 1, by one warp, two parts a lane.  m: maximum of all parts before.
-FN_DEVICE void factors(Shared& sh, const float* part_m, const float* part_l, u32 n, float& m, u32 lane) {
-    float lowest = fn_u2f(0xff800000u), pm[2], pl[2];
+// Factors of up to 64 parts, by one warp, two parts a lane.
+struct Scales {
+    float pm[2], pl[2];
+
+    // part_m, part_l: of the first of n parts.
+    FN_DEVICE void ask(const float* part_m, const float* part_l, u32 n, u32 lane) {
 #pragma unroll
-    for (u32 j = 0; j < 2; j++) {
-        bool live = 2u * lane + j < n;
-        pm[j] = live ? fn_ld(part_m + 2u * lane + j) : lowest;
-        pl[j] = live ? fn_ld(part_l + 2u * lane + j) : 0.f;
+        for (u32 j = 0; j < 2; j++) {
+            pm[j] = fn_u2f(0xff800000u), pl[j] = 0.f;
+            if (2u * lane + j >= n) continue;
+            pm[j] = fn_ld_here(part_m + 2u * lane + j);
+            pl[j] = fn_ld_here(part_l + 2u * lane + j);
+        }
     }
-    float top = fn_max(pm[0], pm[1]);
+    // m: maximum of all parts before.
+    FN_DEVICE void store(Shared& sh, float& m, u32 lane) const {
+        float top = fn_max(pm[0], pm[1]);
 #pragma unroll
-    for (u32 d = 1; d < 32; d <<= 1) {
-        float up = fn_shfl_up(top, d);
-        if (lane >= d) top = fn_max(top, up);
-    }
-    float before = fn_shfl_up(top, 1u);
-    before = lane == 0u ? m : fn_max(m, before);
-    float first = fn_max(before, pm[0]), second = fn_max(first, pm[1]);
-    sh.f[2u * lane] = 
+        for (u32 d = 1; d < 32; d <<= 1) {
+            float up = fn_shfl_up(top, d);
+            if (lane >= d) top = fn_max(top, up);
+        }
+        float before = fn_shfl_up(top, 1u);
+        before = lane == 0u ? m : fn_max(m, before);
+        float first = fn_max(before, pm[0]), second = fn_max(first, pm[1]);
+        sh.f[2u * lane] =
             make_float4(fn_exp_down(fn_sub(before, first)), fn_exp_down(fn_sub(pm[0], first)), pl[0], 0.f);
-    sh.f[2u * lane + 1u] = 
+        sh.f[2u * lane + 1u] =
             make_float4(fn_exp_down(fn_sub(first, second)), fn_exp_down(fn_sub(pm[1], second)), pl[1], 0.f);
-    m = fn_shfl(second, 31u);
-}
+        m = fn_shfl(second, 31u);
+    }
+};
 
 }  // namespace FN_NAMESPACE
 
@@ -54,8 +62,15 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const float* q, const float*
     FN_SHARED(Shared, sh);
     fn_let_next();
     u32 head = blockIdx.x, r = blockIdx.y, tid = threadIdx.x, lane = tid & 31u;
+    // The operand's place and scales are asked for ahead of the parts, not behind them.
+    u32 k = FN_HEAD * head + 4u * tid, stride = linear->x_stride, tiled = linear->tiled, operands = linear->k;
+    u16* to = reinterpret_cast<u16*>(linear->x);
+    bool exl3 = fn_is_exl3(linear->w);
+    float scale[4] = {1.f, 1.f, 1.f, 1.f};
+    if (exl3 && tid < 64u) fn_load_early_h4(reinterpret_cast<const u16*>(linear->w.suh) + k, scale);
+    u32 n_rows = fn_ld_here(&round->n_rows), position = fn_ld_here(&rows[r].position);  // any bytes beyond n_rows
+
     fn_wait_prior();
-    u32 n_rows = round->n_rows, position = rows[r].position;  // side by side; of a row without part nothing is used
     if (r >= n_rows) return;
     u32 parts = (fn_attended(position, budget) + FN_PART - 1u) / FN_PART;
     size_t at = ((size_t)r * n_q + head) * max_parts;
@@ -63,12 +78,14 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const float* q, const float*
     const float* gates = q + ((size_t)r * n_q + head) * (2u * FN_HEAD) + FN_HEAD;
     float2 gate = fn_ld(reinterpret_cast<const float2*>(gates) + tid);
     bool broken = flag[r] != 0u;
+    Scales scales;
 
     float m = fn_u2f(0xff800000u), l = 0.f;
     float2 o = {0.f, 0.f};
     for (u32 base = 0; base < parts; base += 64u) {
         u32 n = fn_min_u32(parts - base, 64u);
         if (base != 0u) __syncthreads();  // the factors before have been used
+        if (tid < 32u) scales.ask(part_m + at + base, part_l + at + base, n, lane);
         for (u32 i = 0; i < n; i += FN_AHEAD) {
             float2 v[FN_AHEAD];
             const float2* from = po + (size_t)(base + i) * (FN_HEAD / 2u);
@@ -76,7 +93,7 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const float* q, const float*
             for (u32 j = 0; j < FN_AHEAD; j++)
                 if (i + j < n) v[j] = fn_ld(from + j * (FN_HEAD / 2u));
             if (i == 0u) {
-                if (tid < 32u) factors(sh, part_m + at + base, part_l + at + base, n, m, lane);
+                if (tid < 32u) scales.store(sh, m, lane);
                 __syncthreads();
             }
 #pragma unroll
@@ -100,5 +117,14 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const float* q, const float*
     if (tid >= 64u) return;
     float4 w = *reinterpret_cast<const float4*>(&sh.o[4u * tid]);
     float out[4] = {w.x, w.y, w.z, w.w};
-    fn_linear_store_input(out, *linear, r, 2u * head + (tid >> 5));
+    if (exl3) {  // as fn_exl3_rotate_in
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) out[i] = fn_mul(out[i], scale[i]);
+        fn_hadamard128(out);
+    }
+    if (tiled) {
+        fn_store_tile4(to, operands >> 6, r, k, out);
+    } else {
+        fn_store_frag4(to + (u64)r * stride, k, out);
+    }
 }

@@ -84,7 +84,7 @@ struct FnFinish {
     FN_DEVICE const float* part(const FnLinear& linear, u32 row) const {
         return reinterpret_cast<const float*>(linear.part) + (u64)row * n + at;
     }
-    // Behind fn_wait_prior; any row < cap, live or not.
+    // Behind fn_wait_prior; row < cap.
     FN_DEVICE void ask(const FnLinear& linear, u32 row, u32 cap) {
         if (there && quads) units.ask(part(linear, row), linear.leaves, linear.segments, (u64)cap * n);
     }

@@ -6,8 +6,6 @@
 // Arithmetic  orders part_sum_v1 and hadamard: units, fn_hadamard128, fn_mul(., svh), fn_add(., f32(bias)).
 // Equality    the same bytes as moe_act and moe_sum for the same sums.
 // Reference   ref/orders.py tree and hadamard128.
-//
-// The units of a row are asked for together with the number of rows, whether it is live or not.
 #include "exl3/finish.cuh"
 
 FN_KERNEL((const FnRound* round, const FnLinear* linears)) {
@@ -15,11 +13,11 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears)) {
     u32 row = blockIdx.z, cap = gridDim.z, block = 4u * blockIdx.x + (threadIdx.x >> 5);
     FnLinear linear = linears[blockIdx.y];
     FnFinish finish(linear, block);
+    u32 n_rows = fn_ld_here(&round->n_rows);
 
     fn_wait_prior();
-    u32 n_rows = fn_ld_here(&round->n_rows);
-    finish.ask(linear, row, cap);
     if (row >= n_rows || 128u * block >= linear.n) return;
+    finish.ask(linear, row, cap);
     float v[4];
     finish.values(linear, row, cap, v);
     finish.store(linear, row, v);

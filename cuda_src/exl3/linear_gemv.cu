@@ -17,9 +17,8 @@
 
 namespace FN_NAMESPACE {
 struct LinearDot {
-    const FnRound* round;
     u64 data, x, part;  // part: of row 0 and output 0 of the next unit, once begun
-    u32 k, n, tile, k0, unit, unit_k, n_units, x_stride, n_rows;
+    u32 k, n, tile, k0, unit, unit_k, n_units, x_stride, n_rows, rows_cap;
     u64 unit_stride;
 
     template <class Weights> FN_DEVICE void run() {
@@ -27,8 +26,7 @@ struct LinearDot {
     }
     FN_DEVICE bool begin(FnRows<FN_ROW_TILES>& rows) {
         fn_wait_prior();
-        n_rows = round->n_rows;
-        u32 rows_cap = round->rows_cap, lane = fn_thread_here() & 31u;
+        u32 lane = fn_thread_here() & 31u;
         if ((n_rows == 0) | (rows_cap == 0)) return false;
         unit_stride = (u64)rows_cap * n;
         part += 4u * unit * unit_stride;
@@ -61,6 +59,7 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
     static_assert(FN_THREADS == FN_GEMV_THREADS, "a block is a pair of tiles");
     fn_let_next();
     FnPlace place;
+    u32 n_rows = fn_ld_here(&round->n_rows), rows_cap = fn_ld_here(&round->rows_cap);
     u32 warp = place.pair, j = 0, first[8];
 #pragma unroll
     for (u32 i = 1; i < 8; i++) first[i] = i < n_linears ? linears[i].first_warp : 0xffffffffu;  // all at once
@@ -88,7 +87,7 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
     }
     if (!fn_is_exl3(linear.w) && (threadIdx.x & 31u) == 0)  // all of it: the loop's own loads would come one by one
         fn_prefetch_l2(linear.w.data + ((u64)tile * (linear.k / 16u) + k0 / 16u) * 512u, 32u * (k1 - k0) << taken);
-    LinearDot dot{round, linear.w.data, linear.x, linear.part, linear.k, n, tile, k0, unit, k1 - k0, 1u << taken,
-                  linear.x_stride, 0, 0};
+    LinearDot dot{linear.w.data, linear.x, linear.part, linear.k, n, tile, k0, unit, k1 - k0, 1u << taken,
+                  linear.x_stride, n_rows, rows_cap, 0};
     fn_with_weights<true>(linear.w.format, dot);
 }

@@ -18,9 +18,10 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, const float* x, u32 x_
     bool exl3 = fn_is_exl3(linear.w);
     float scale[4] = {1.f, 1.f, 1.f, 1.f};
     if (exl3 && k < linear.k) fn_load_early_h4(reinterpret_cast<const u16*>(linear.w.suh) + k, scale);
+    u32 n_rows = fn_ld_here(&round->n_rows);
 
     fn_wait_prior();
-    if (row >= round->n_rows) return;
+    if (row >= n_rows) return;
     if (128u * block >= linear.k) return;
     float v[4] = {0.f, 0.f, 0.f, 0.f};
     if (k < linear.k) {

@@ -10,6 +10,8 @@
 // Equality    a run of n rows gives the bytes of n runs of one row, tail included.  NaN and Inf stay in their
 //             channel, for the four rows whose taps see them.
 // Reference   ref/gdn.py causal_conv.  Source: model.md section 4, step 2.
+//
+// The tail was last written in an earlier round: it is read before the launches before this one are done.
 #include "prelude.cuh"
 #include "tables.cuh"
 
@@ -18,17 +20,21 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnSlot* slots, const f
     fn_let_next();
     u32 c = blockIdx.x * FN_THREADS + threadIdx.x;
     float4 tap = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (c < channels) tap = fn_ld(reinterpret_cast<const float4*>(w) + c);
+    if (c < channels) tap = fn_ld_here(reinterpret_cast<const float4*>(w) + c);
+    u32 n_runs = fn_ld_here(&round->n_runs);
+    FnRun run = fn_ld_here(runs + blockIdx.y);  // together with n_runs; any bytes beyond it
+    bool live = blockIdx.y < n_runs && c < channels;
+    u16 *tail = nullptr, h0 = 0, h1 = 0, h2 = 0;
+    if (live) {
+        tail = reinterpret_cast<u16*>(fn_ld_here(&slots[run.slot].recurrent) + tail_offset) + c;
+        h0 = fn_ld_here(tail), h1 = fn_ld_here(tail + channels), h2 = fn_ld_here(tail + 2u * channels);
+    }
 
     fn_wait_prior();
-    u32 n_runs = fn_ld(&round->n_runs);
-    FnRun run = fn_ld(runs + blockIdx.y);  // together with n_runs; any bytes beyond it
-    if (blockIdx.y >= n_runs || c >= channels) return;
+    if (!live) return;
     const float* in = x + (u64)run.first_row * channels + c;
     float* to = out + (u64)run.first_row * channels + c;
     float next = fn_ld(in);
-    u16* tail = reinterpret_cast<u16*>(fn_ld(&slots[run.slot].recurrent) + tail_offset) + c;
-    u16 h0 = fn_ld(tail), h1 = fn_ld(tail + channels), h2 = fn_ld(tail + 2u * channels);
     for (u32 r = 0; r < run.n_rows; r++) {
         u16 h3 = fn_f2h(next);
         if (r + 1u < run.n_rows) next = fn_ld(in + (u64)(r + 1u) * channels);

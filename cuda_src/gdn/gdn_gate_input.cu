@@ -20,12 +20,13 @@ FN_KERNEL((const FnRound* round, const float* o, const float* z, const float* no
     u16* to = reinterpret_cast<u16*>(linear->x);
     const u16* suh = reinterpret_cast<const u16*>(linear->w.suh);
     bool exl3 = fn_is_exl3(linear->w), live = head < n_v;  // whole warps
-    float4 w = fn_ld(reinterpret_cast<const float4*>(norm_w) + lane);
+    float4 w = fn_ld_here(reinterpret_cast<const float4*>(norm_w) + lane);
+    u32 n_rows = fn_ld_here(&round->n_rows);
     float scale[4] = {1.f, 1.f, 1.f, 1.f};
     if (exl3 && live) fn_load_early_h4(suh + 128u * head + 4u * lane, scale);
 
     fn_wait_prior();
-    if (row >= fn_ld(&round->n_rows) || !live) return;
+    if (row >= n_rows || !live) return;
     u64 at = ((u64)row * n_v + head) * 32u + lane;
     float4 x = fn_ld(reinterpret_cast<const float4*>(o) + at);
     float4 g = fn_ld(reinterpret_cast<const float4*>(z) + at);

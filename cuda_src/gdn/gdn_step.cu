@@ -15,6 +15,8 @@
 // Equality    a run of n rows gives the bytes of n runs of one row, state included.  NaN and Inf of a head
 //             stay in it.
 // Reference   ref/gdn.py delta_rule.  Source: model.md section 4, steps 3 to 5.
+//
+// The state was last written in an earlier round: it is read before the launches before this one are done.
 #include "gdn/unit.cuh"
 #include "tables.cuh"
 
@@ -25,27 +27,29 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnSlot* slots, const f
     fn_let_next();
     u32 head = blockIdx.x >> 2, column = (blockIdx.x & 3u) * 32u + (threadIdx.x >> 2), p = threadIdx.x & 3u;
     u32 key_head = head / (n_v / n_k), stride = (2u * n_k + n_v) * 128u;
-    float rate = fn_ld(a_log + head), bias = fn_ld(dt_bias + head);
+    float rate = fn_ld_here(a_log + head), bias = fn_ld_here(dt_bias + head);
+    u32 n_runs = fn_ld_here(&round->n_runs);
+    FnRun run = fn_ld_here(runs + blockIdx.y);  // together with n_runs; any bytes beyond it
+    bool live = blockIdx.y < n_runs;
+    float* state = nullptr;
+    float4 M[8], k[8], q[8];
+    if (live) {
+        state = reinterpret_cast<float*>(fn_ld_here(&slots[run.slot].recurrent) + state_offset) +
+                (head * 128u + column) * 128u + 4u * p;
+#pragma unroll
+        for (int m = 0; m < 8; m++) M[m] = fn_ld_here(reinterpret_cast<const float4*>(state) + 4 * m);
+        rate = fn_exp(rate);
+    }
 
     fn_wait_prior();
-    u32 n_runs = fn_ld(&round->n_runs);
-    FnRun run = fn_ld(runs + blockIdx.y);  // together with n_runs; any bytes beyond it
-    if (blockIdx.y >= n_runs) return;
-    float* state = reinterpret_cast<float*>(fn_ld(&slots[run.slot].recurrent) + state_offset) +
-                   (head * 128u + column) * 128u + 4u * p;
-
+    if (!live) return;
     const float* in = qkv + (u64)run.first_row * stride;
-    float4 M[8], k[8], q[8];
     for (u32 r = 0; r < run.n_rows; r++, in += stride) {
         u32 row = run.first_row + r;
         load8(k, in + (n_k + key_head) * 128u + 4u * p);
         load8(q, in + key_head * 128u + 4u * p);
         float v = fn_ld(in + (2u * n_k + head) * 128u + column);
         float write = fn_ld(b + row * n_v + head), pre = fn_ld(a + row * n_v + head);
-        if (r == 0) {  // behind the loads that do not wait for the slot's address
-            load8(M, state);
-            rate = fn_exp(rate);
-        }
         float decay = fn_exp_down(-fn_mul(rate, fn_softplus(fn_add(pre, bias))));
         float beta = fn_sigmoid(write);
 

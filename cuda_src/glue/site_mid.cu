@@ -4,7 +4,7 @@
 //             finished part (segments, rows_cap, n) f32, one leaf, or where part is 0 the sums in out
 //             (rows_cap, n) f32 -> u (rows_cap, R) f16 in fragment order, or with tiled != 0 as a tile image
 //             (fn_tile_at) of ceil(R / 64) k blocks, inject (rows_cap, 4) f32 (only with has_inject).  R % 16
-//             == 0, segments <= 32.  Rows >= round.n_rows are not touched.
+//             == 0, segments <= 32.  round.rows_cap == grid x.  Rows >= round.n_rows are not touched.
 // Launch      grid (rows_cap), block 384: a thread an output, so that at the published R = 320 every sum of
 //             the row is on its way at once.
 // Arithmetic  sum = part_sum_v1 (of out: as it is);  u = f16(silu(sum * 0.25));  inject = 2 * sigmoid(sum *
@@ -16,23 +16,19 @@
 #include "glue/gate.cuh"
 
 namespace FN_NAMESPACE {
-const u32 BATCH = 16;
+const u32 MOST = 32;
 
-// fn_sum_units of one leaf with BATCH loads asked for before the additions.
+// fn_sum_units of one leaf, all of it asked for before the additions.  Those have no guards, which would put some of
+// them between the loads: adding -0 changes nothing.
 FN_DEVICE float sum_segments(const float* part, u32 segments, u32 stride) {
-    float sum = 0.f;
-    for (u32 first = 0; first < segments; first += BATCH) {
-        float p[BATCH];
+    float p[MOST], sum = -0.f;
 #pragma unroll
-        for (u32 i = 0; i < BATCH; i++) {
-            if (first + i < segments) p[i] = fn_ld(part + (first + i) * stride);
-        }
-        sum = first ? fn_add(sum, p[0]) : p[0];
-#pragma unroll
-        for (u32 i = 1; i < BATCH; i++) {
-            if (first + i < segments) sum = fn_add(sum, p[i]);
-        }
+    for (u32 i = 0; i < MOST; i++, part += stride) {
+        p[i] = -0.f;
+        if (i < segments) p[i] = fn_ld_here(part);
     }
+#pragma unroll
+    for (u32 i = 0; i < MOST; i++) sum = fn_add(sum, p[i]);
     return sum;
 }
 }  // namespace FN_NAMESPACE
@@ -48,11 +44,12 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 has_inject, u16* u
     u64 low_part = linears[0].part, part = has_inject ? linears[1].part : 0u;
     u64 low_out = linears[0].out, out = has_inject ? linears[1].out : 0u;
 
-    fn_wait_prior();
-    u32 n_rows = fn_ld(&round->n_rows), cap = fn_ld(&round->rows_cap);
-    if (row >= n_rows) return;
+    u32 n_rows = fn_ld_here(&round->n_rows), cap = gridDim.x;
     if (!low_part) low_part = low_out, low_segments = 1u;
     if (!part) part = out, segments = 1u;
+
+    fn_wait_prior();
+    if (row >= n_rows) return;
     for (u32 i = threadIdx.x; i < (has_inject ? rank + 4u : rank); i += FN_THREADS) {
         bool low = i < rank;
         u32 n = low ? rank : 4u, output = low ? i : i - rank;

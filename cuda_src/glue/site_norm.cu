@@ -45,15 +45,16 @@ FN_KERNEL((const FnRound* round, float* streams, const float* y, const float* in
     fn_let_next();
     u32 stream = blockIdx.x, row = blockIdx.y, quads = hidden >> 2, t = threadIdx.x;
     const float4* w4 = reinterpret_cast<const float4*>(w + (u64)stream * hidden);
+    u32 n_rows = fn_ld_here(&round->n_rows);
     float4 s[KEEP], wk[KEEP], yk[KEEP];
 #pragma unroll
     for (u32 c = 0; c < KEEP; c++) {
         u32 i = t + 256u * c;
-        if (i < quads) wk[c] = fn_ld(w4 + i);
+        if (i < quads) wk[c] = fn_ld_here(w4 + i);
     }
 
     fn_wait_prior();
-    if (row >= fn_ld(&round->n_rows)) return;
+    if (row >= n_rows) return;
     u64 base = (u64)(row * 4u + stream) * hidden;
     float4* s4 = reinterpret_cast<float4*>(streams + base);
     const float4* y4 = reinterpret_cast<const float4*>(y + (u64)row * hidden);

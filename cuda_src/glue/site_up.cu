@@ -79,7 +79,7 @@ FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, c
     using namespace FN_NAMESPACE;
     FN_SHARED(UpShared, shared);
     fn_let_next();
-    u32 n_rows = 0, stream = threadIdx.x >> 5, lane = threadIdx.x & 31u;
+    u32 n_rows = fn_ld_here(&round->n_rows), stream = threadIdx.x >> 5, lane = threadIdx.x & 31u;
     u32 segments = linear->segments, steps = linear->k / 16u, per_segment = steps / segments;
 
     const u16 *x[TILES], *operand = reinterpret_cast<const u16*>(linear->x) + 4u * (lane & 3u);
@@ -94,7 +94,6 @@ FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, c
     float weight = fn_ld(w + j * hidden + c), s = 0.f, scale = 0.f;
     auto ready = [&] {
         fn_wait_prior();
-        n_rows = fn_ld(&round->n_rows);
 #pragma unroll
         for (u32 r = 0; r < TILES; r++) {
             u32 row = 8u * r + (lane >> 2);

@@ -10,8 +10,9 @@
 FN_KERNEL((const FnRound* round, float* streams, const float* y, const float* inject, u32 hidden)) {
     fn_let_next();
     u32 row = blockIdx.y, i = blockIdx.x * FN_THREADS + threadIdx.x;
+    u32 n_rows = fn_ld_here(&round->n_rows);
     fn_wait_prior();
-    if (row >= fn_ld(&round->n_rows) || i >= hidden) return;
+    if (row >= n_rows || i >= hidden) return;
     float4 p = fn_ld(reinterpret_cast<const float4*>(inject) + row);
     float v = fn_ld(y + (u64)row * hidden + i);
     float* s = streams + (u64)row * 4u * hidden + i;

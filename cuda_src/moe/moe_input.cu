@@ -9,12 +9,17 @@
 #include "exl3.cuh"
 
 FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const float* m, u16* x,
-           u32 hidden, u32 n_slots)) {
+           u32 hidden, u32 n_slots, u32 n_experts)) {
     u32 row = blockIdx.z, slot = blockIdx.y >> 1, which = blockIdx.y & 1u;
     u32 block = 4u * blockIdx.x + (threadIdx.x >> 5), lane = threadIdx.x & 31u;
+    u32 n_rows = fn_ld_here(&round->n_rows);
+    // All lines: which of them are read is known behind the wait, and then each is a read of memory on the chain.
+    if (!(blockIdx.x | blockIdx.y | blockIdx.z | threadIdx.x))
+        fn_prefetch_l2(reinterpret_cast<u64>(lines), (n_experts + 1u) * (u32)sizeof(FnLine));
+
     fn_wait_prior();
     fn_let_next();  // a fence: launches behind this one may read early what those before it wrote
-    if (row >= fn_ld(&round->n_rows) || 128u * block >= hidden) return;  // whole warps
+    if (row >= n_rows || 128u * block >= hidden) return;  // whole warps
     float4 in = fn_ld(reinterpret_cast<const float4*>(m + (u64)row * hidden + 128u * block) + lane);
     const FnLine& line = lines[fn_ld(&routes[row * n_slots + slot].expert)];
     u64 suh = which ? line.up.suh : line.gate.suh;

@@ -23,8 +23,7 @@
 //   slots     a warp counts by vote the chosen of lower id
 //   weights   one warp, a lane a slot
 //
-// The code runs once or twice a block: what counts is that it is short.  The units of a row are asked for
-// together with the number of rows, whether it is live or not.
+// The code runs once or twice a block: what counts is that it is short.
 #include "warp.cuh"
 #include "tables.cuh"
 
@@ -111,8 +110,10 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, FnRoute* routes, u32 n
     __syncthreads();
 
     float logit;
-    fn_wait_prior();
     u32 n_rows = fn_ld_here(&round->n_rows);
+
+    fn_wait_prior();
+    if (row >= n_rows) return;
 #pragma unroll 1
     for (u32 i = thread;;) {
         logit = output.sum();
@@ -125,7 +126,6 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, FnRoute* routes, u32 n
         if (i > n_experts) break;
         output = Output(linears, i, row, cap, n_experts);
     }
-    if (row >= n_rows) return;
     __syncthreads();
 
     if (warp < 16u) {

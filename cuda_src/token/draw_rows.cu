@@ -268,10 +268,20 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const f
     using namespace FN_NAMESPACE;
     FN_SHARED(DrawShared, s);
     fn_let_next();
-    u32 r = blockIdx.x;
+    u32 r = blockIdx.x, position = fn_ld_here(&rows[r].position), i_slot = fn_ld_here(&rows[r].slot);
+    bool asked = fn_ld_here(&rows[r].emit) & 2u;
+    FnSlot slot = {};
+    if (r < fn_ld_here(&round->n_rows) && asked) {
+        const FnSlot& from = slots[i_slot];
+        slot.seed = fn_ld_here(&from.seed), slot.temperature = fn_ld_here(&from.temperature);
+        slot.top_p = fn_ld_here(&from.top_p), slot.min_p = fn_ld_here(&from.min_p);
+        slot.top_k = fn_ld_here(&from.top_k);
+    } else {
+        asked = false;
+    }
+
     fn_wait_prior();
-    if (r >= round->n_rows || !(rows[r].emit & 2u)) return;
-    FnSlot slot = slots[rows[r].slot];
+    if (!asked) return;
     Row row = {logits + (u64)r * vocab, vocab, slot.temperature};
     u64 mine = row.largest(), best = block_max(s, mine), total = 0;
     u32 token = key_id(best);
@@ -292,8 +302,8 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const f
             }
         }
         __syncthreads();
-        token = listed ? draw(s, List{s.list, s.n_list}, slot, rows[r].position, vocab, best, total)
-                       : draw(s, row, slot, rows[r].position, vocab, best, total);
+        token = listed ? draw(s, List{s.list, s.n_list}, slot, position, vocab, best, total)
+                       : draw(s, row, slot, position, vocab, best, total);
     }
     if (threadIdx.x == 0) {
         tokens[r] = nan ? 0xffffffffu : token;

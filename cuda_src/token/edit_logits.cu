@@ -43,10 +43,14 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, FnEdits* edits, float* logit
     using namespace FN_NAMESPACE;
     FN_SHARED(EditShared, s);
     fn_let_next();
-    fn_wait_prior();
     u32 r = blockIdx.x;
-    if (r >= fn_ld(&round->n_rows)) return;
-    FnRow row = rows[r];
+    bool live = r < fn_ld_here(&round->n_rows);
+    FnRow row = {};
+    row.slot = fn_ld_here(&rows[r].slot), row.token = fn_ld_here(&rows[r].token);
+    row.position = fn_ld_here(&rows[r].position), row.emit = fn_ld_here(&rows[r].emit);
+
+    fn_wait_prior();
+    if (!live) return;
     if ((row.emit & FN_EMIT_EDITED) != FN_EMIT_EDITED) return;
     FnEdit* entries = reinterpret_cast<FnEdit*>(edits) + (u64)row.slot * (cap + 2u) + 2u;
     FnEdits* head = reinterpret_cast<FnEdits*>(entries - 2);

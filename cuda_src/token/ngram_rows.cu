@@ -13,6 +13,8 @@
 //             rounding to f16; plain rows: f16(f32(bf16) + f32(bias)).
 // Equality    exact; a row's bytes depend on the three tokens alone, gathered or not.
 // Reference   ref/exl3.py.  Source: the pack's layer_multipliers, head_vocab_sizes, head_offsets, head_bias.
+//
+// A table in host memory is far away: its row is fetched before the launches before this one are done.
 #include "exl3.cuh"
 
 namespace FN_NAMESPACE {
@@ -61,20 +63,29 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const u16* table, u32 bits, 
     using namespace FN_NAMESPACE;
     FN_SHARED(NgramShared, s);
     fn_let_next();
-    u32 r = blockIdx.y, head = blockIdx.x;
-    fn_wait_prior();
-    if (r >= round->n_rows) return;
-    u32 n_words = bits ? 1u + row_dim * bits / 16u : row_dim;
-    u64 i_row = gathered ? (u64)r * n_heads + head
-                         : table_row(rows[r], head, head_offsets, head_sizes, multipliers, eos, n_heads);
-    const u16* source = table + i_row * n_words;
+    u32 r = blockIdx.y, head = blockIdx.x, n_words = bits ? 1u + row_dim * bits / 16u : row_dim;
+    bool live = r < fn_ld_here(&round->n_rows);
+    const u16* source = table;
     float scale = 1.f;
-    if (bits) {
-        scale = fn_h2f(fn_ld(source));
-        for (u32 w = threadIdx.x; w < n_words; w += FN_THREADS)
-            s.word[w] = w + 1u < n_words ? fn_ld(source + 1 + w) : (u16)0;
-        __syncthreads();
+    if (live) {
+        u64 i_row = (u64)r * n_heads + head;
+        if (!gathered) {
+            FnRow row = {};
+            row.token = fn_ld_here(&rows[r].token);
+            row.prev1 = fn_ld_here(&rows[r].prev1), row.prev2 = fn_ld_here(&rows[r].prev2);
+            i_row = table_row(row, head, head_offsets, head_sizes, multipliers, eos, n_heads);
+        }
+        source += i_row * n_words;
     }
+    if (live && bits) {
+        scale = fn_h2f(fn_ld_here(source));
+        for (u32 w = threadIdx.x; w < n_words; w += FN_THREADS)
+            s.word[w] = w + 1u < n_words ? fn_ld_here(source + 1 + w) : (u16)0;
+    }
+    __syncthreads();
+
+    fn_wait_prior();
+    if (!live) return;
     u32 width = n_heads * row_dim, k_blocks = (width + 63u) >> 6;
     for (u32 i = threadIdx.x; i < row_dim; i += FN_THREADS) {
         float v = bits ? fn_mul(mul1_value(state(s, i, bits, row_dim)), scale) : fn_b2f(fn_ld(source + i));

@@ -27,14 +27,18 @@ FN_KERNEL((const FnRound* round, const FnRun* runs, const FnSlot* slots, const f
     using namespace FN_NAMESPACE;
     FN_SHARED(PleShared, shared);
     fn_let_next();
+    u32 n_runs = fn_ld_here(&round->n_runs);
+    FnRun run = fn_ld_here(runs + blockIdx.y);  // any bytes beyond n_runs
+    bool live = blockIdx.y < n_runs;
+    u64 recurrent = live ? fn_ld_here(&slots[run.slot].recurrent) : 0u;
+
     fn_wait_prior();
-    if (blockIdx.y >= round->n_runs) return;
-    FnRun run = runs[blockIdx.y];
+    if (!live) return;
     u32 stream = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31u;
     u64 first = (u64)stream * hidden;  // of this stream in a vector of 4 * hidden
     const float *wk = norm_key + first, *wq = norm_query + first, *wc = norm_conv + first;
     const float* taps = conv + 4u * first;
-    u16* tail = reinterpret_cast<u16*>(slots[run.slot].recurrent + tail_offset) + first;
+    u16* tail = reinterpret_cast<u16*>(recurrent + tail_offset) + first;
     u64 step = 4u * (u64)hidden;  // from one token of the tail to the next
 
     for (u32 i_row = 0; i_row < run.n_rows; ++i_row) {

@@ -42,9 +42,9 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, float theta, u32 rope_dim, f
     fn_let_next();
     u32 r = blockIdx.x, half = rope_dim >> 1;
     double ln_theta = FN_NAMESPACE::fn_log_f64((double)theta);
+    u32 n_rows = fn_ld_here(&round->n_rows), t = fn_ld_here(&rows[r].position);  // any bytes beyond n_rows
     fn_wait_prior();
-    if (r >= round->n_rows) return;
-    u32 t = rows[r].position;
+    if (r >= n_rows) return;
     for (u32 j = threadIdx.x; j < 2u * half; j += FN_THREADS) {
         u32 i = j < half ? j : j - half;
         double power = fn_ddiv((double)(2u * i), (double)rope_dim);

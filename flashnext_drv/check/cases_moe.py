@@ -245,7 +245,7 @@ def _moe_input(case: Case, seed: int) -> Operands:
 
     return Operands(
         arrays={**arrays, "m": m_in, "x": poisoned_rows(x.cap, x.n_slots, 2, x.hidden, dtype=np.float16)},
-        scalars={"hidden": x.hidden, "n_slots": x.n_slots},
+        scalars={"hidden": x.hidden, "n_slots": x.n_slots, "n_experts": x.n_experts},
         grid=(-(-x.hidden // 512), 2 * x.n_slots, x.cap),
         relocations=x.relocations(arrays, *parts),
         outputs=("x",),

@@ -49,7 +49,9 @@ def _input(case: Case, given: Operands, ran: Ran) -> Turned:
         return None
     cap, n_slots = given.arrays["routes"].shape
     arrays = {**_tables(given), "m": given.arrays["m"], "x": poison((cap, n_slots, 2, hidden), np.float16)}
-    scalars: dict[str, int | float] = {"hidden": hidden, "n_slots": n_slots}
+    scalars: dict[str, int | float] = {
+        "hidden": hidden, "n_slots": n_slots, "n_experts": len(given.arrays["lines"]) - 1
+    }
     grid = (-(-hidden // 512), 2 * n_slots, cap)
     operands = Operands(arrays, scalars, grid, given.relocations, ("x",), lambda _: None)
 

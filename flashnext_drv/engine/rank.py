@@ -240,9 +240,16 @@ class Rank(Owner):
             self.graphs.drop(path, self.stream)
         self._identities.clear()
         self._programmatic = wanted
-        for launches in self._launches.values():
-            for launch in launches:
-                launch.programmatic = wanted and self.kernels.may_lead(launch.name)
+        for (path, *_), launches in self._launches.items():
+            if len(_PARTS[path]) == 1:
+                self._lead(launches)
+
+    def _lead(self, launches: list[Launch]) -> None:
+        """Of a path's launches all but the first may start ahead of those before them.  So behind the first
+        everything is done that came before the path: tables and states that none of its launches writes may
+        be read early (KernelSpec.settled)."""
+        for i, launch in enumerate(launches):
+            launch.programmatic = self._programmatic and i > 0 and self.kernels.may_lead(launch.name)
 
     @property
     def spans(self) -> dict[str, Span]:
@@ -274,6 +281,7 @@ class Rank(Owner):
                 made = [each for part in _PARTS[path] for each in self.launches(part, bucket, context)]
             else:
                 made = [self._bind(step, bucket) for step in self.steps(path, context)]
+                self._lead(made)
             self._launches[key] = made
         return self._launches[key]
 
@@ -424,9 +432,7 @@ class Rank(Owner):
         }
         if "round" in self.kernels.arguments(kernel):
             args["round"] = self._spans["round"]
-        launch = self.kernels.launch(kernel, (grid[0], grid[1], grid[2]), **args)
-        launch.programmatic = self._programmatic and self.kernels.may_lead(kernel)
-        return launch
+        return self.kernels.launch(kernel, (grid[0], grid[1], grid[2]), **args)
 
     def _release(self) -> None:
         self._undo.close()

@@ -67,7 +67,13 @@ QSA_PREP: Final = (
         "y[lane + 32u * i] = fn_f2h(fn_u2f(fn_f2u(v[i]) + 1u));",
         "midpoints",
     ),
-    _one("rope_of_the_row", "index", _PREP, "rope_block + (size_t)r * 64u", "rope + (size_t)r * 64u"),
+    _one(
+        "rope_of_the_row",
+        "index",
+        _PREP,
+        "FN_INDEX_HEADS ? rope : rope_block)",
+        "FN_INDEX_HEADS ? rope : rope)",
+    ),
     _one(
         "block_of_three",
         "tail",
@@ -80,8 +86,8 @@ QSA_PREP: Final = (
         "old_keys",
         "stale",
         _PREP,
-        "fn_raw_at(pages, index_offset, row.position - 3u)",
-        "fn_raw_at(pages, index_offset, row.position)",
+        "fn_raw_in(page, index_offset, position - 3u)",
+        "fn_raw_in(page, index_offset, position)",
     ),
     _one(
         "key_of_another_run",
@@ -95,7 +101,7 @@ QSA_PREP: Final = (
         "block_in_one_run",
         "tail",
         _PREP,
-        "u32 in_run = r - runs[row.run].first_row;",
+        "u32 in_run = r - first_row;",
         "u32 in_run = fn_min_u32(r, 3u);",
         "several_sequences",
     ),
@@ -133,7 +139,7 @@ INDEX_SCORE: Final = (
         "out[low] = fn_h2f(fn_f2h(fn_mul(fn_add(sum.x, ox), 0x1.6a09e6p-4f)));",
     ),
     _one("last_block", "tail", _SCORE, "if (high < seen) out[high]", "if (high + 1u < seen) out[high]"),
-    _one("within_the_budget", "stale", _SCORE, "if (seen <= budget) return;", "if (seen < budget) return;"),
+    _one("within_the_budget", "stale", _SCORE, "seen > budget && warp", "seen >= budget && warp"),
     _one(
         "seven_steps",
         "leaf",
@@ -163,7 +169,7 @@ INDEX_SELECT: Final = (
         "if (before < want && want <= before + own[i]) {",
         "if (before <= want && want < before + own[i]) {",
     ),
-    _one("no_flag", "nan", _SELECT, "            if (v != v) s.any_nan = 1u;", "", "nan"),
+    _one("no_flag", "nan", _SELECT, "            if (v[k] != v[k]) s.any_nan = 1u;\n", "", "nan"),
     Control(
         "barrier",
         "barrier",
@@ -200,8 +206,8 @@ QSA_ATTN: Final = (
         (
             Edit(
                 _ATTN,
-                "    if (tid < FN_PART) {\n",
-                "    if (tid >= 32u) fn_delay();\n    if (tid < FN_PART) {\n",
+                "fn_min_u32(tid, live - 1u);\n",
+                "fn_min_u32(tid, live - 1u);\n    if (tid >= 32u) fn_delay();\n",
             ),
             Edit(_ATTN, "    }\n    __syncthreads();\n\n    // All loads", "    }\n\n    // All loads"),
         ),
@@ -315,10 +321,10 @@ QSA_MERGE: Final = (
         (
             Edit(
                 _MERGE,
-                "                if (tid < 32u) factors(",
-                "                if (tid < 32u) fn_delay();\n                if (tid < 32u) factors(",
+                "                if (tid < 32u) scales.store(",
+                "                if (tid < 32u) fn_delay();\n                if (tid < 32u) scales.store(",
             ),
-            Edit(_MERGE, "n, m, lane);\n                __syncthreads();\n", "n, m, lane);\n"),
+            Edit(_MERGE, "sh, m, lane);\n                __syncthreads();\n", "sh, m, lane);\n"),
         ),
         cases=(
             "real_budget",

@@ -20,8 +20,8 @@ def _one(name: str, kind: str, old: str, new: str, *cases: str) -> Control:
 
 
 EDIT_LOGITS: Final = (
-    _one("padding_rows", "stale", "if (r >= fn_ld(&round->n_rows)) return;",
-         "if (r >= fn_ld(&round->rows_cap)) return;", "padding"),
+    _one("padding_rows", "stale", "r < fn_ld_here(&round->n_rows);",
+         "r < fn_ld_here(&round->rows_cap);", "padding"),
     _one("unasked", "stale", "!= FN_EMIT_EDITED) return;", "< 4u) return;", "kinds"),
     _one("unedited", "stale", "!= FN_EMIT_EDITED) return;", "== 0) return;", "kinds"),
     _one("slot_of_the_row", "index", "(u64)row.slot * (cap + 2u)", "(u64)r * (cap + 2u)"),

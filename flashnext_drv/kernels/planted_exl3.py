@@ -78,7 +78,7 @@ LINEAR_INPUT: Final = (
         "midpoints",
     ),
     _one(
-        "padding_row", "stale", _IN, "if (row >= round->n_rows) return;", "if (row > round->n_rows) return;"
+        "padding_row", "stale", _IN, "if (row >= n_rows) return;", "if (row > n_rows) return;"
     ),
     _one(
         "beyond_k",

@@ -90,7 +90,15 @@ GDN_STEP: Final = (
         "M[m] = times(M[m], decay);",
         "M[m] = times(M[m], fn_h2f(fn_f2h(decay)));",
     ),
-    _one("old_state", "stale", _STEP, "if (r == 0) {", "if (r != 1u) {", "window", "mixed_runs"),
+    _one(
+        "old_state",
+        "stale",
+        _STEP,
+        "for (int m = 0; m < 8; m++) *(reinterpret_cast<float4*>(state)",
+        "for (int m = 0; m < 7; m++) *(reinterpret_cast<float4*>(state)",
+        "window",
+        "mixed_runs",
+    ),
     _one(
         "other_key_head",
         "index",
@@ -128,8 +136,8 @@ GDN_GATE_INPUT: Final = (
         "padding_row",
         "stale",
         _GATE,
-        "if (row >= fn_ld(&round->n_rows) || !live) return;",
-        "if (row > fn_ld(&round->n_rows) || !live) return;",
+        "if (row >= n_rows || !live) return;",
+        "if (row > n_rows || !live) return;",
     ),
     _one(
         "three_of_four",

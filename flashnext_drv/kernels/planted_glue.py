@@ -88,8 +88,8 @@ SITE_NORM: Final = (
         "padding_row",
         "stale",
         _NORM,
-        "if (row >= fn_ld(&round->n_rows)) return;",
-        "if (row > fn_ld(&round->n_rows)) return;",
+        "if (row >= n_rows) return;",
+        "if (row > n_rows) return;",
     ),
 )
 
@@ -100,20 +100,13 @@ SITE_MID: Final = (
         (
             Edit(
                 _MID,
-                "            if (first + i < segments) sum = fn_add(sum, p[i]);",
-                "            if (first + BATCH - i < segments) sum = fn_add(sum, p[BATCH - i]);",
+                "for (u32 i = 0; i < MOST; i++) sum = fn_add(sum, p[i]);",
+                "for (u32 i = 0; i < MOST; i++) sum = fn_add(sum, p[MOST - 1u - i]);",
             ),
         ),
         cases=("real_sizes",),
     ),
-    _one(
-        "first_batch_lost",
-        "leaf",
-        _MID,
-        "sum = first ? fn_add(sum, p[0]) : p[0];",
-        "sum = p[0];",
-        "real_sizes",
-    ),
+    _one("last_segments", "leaf", _MID, "MOST = 32;", "MOST = 16;", "real_sizes"),
     _one("no_quarter", "scale", _MID, "cap * n), 0.25f);", "cap * n), 1.f);"),
     _one("rounded_twice", "rounding", _MID, "= fn_f2h(gate);", "= fn_f2h(fn_b2f(fn_f2b(gate)));"),
     _one("natural_order", "layout", _MID, "row * rank + fn_frag_pos(i);", "row * rank + i;"),
@@ -205,6 +198,6 @@ SITE_UP_N16: Final = _SITE_UP
 STREAM_ADD: Final = (
     _one("split", "contraction", _ADD, "fn_fma(p.y, v, b)", "fn_add(fn_mul(p.y, v), b)"),
     _one("other_stream", "index", _ADD, "fn_fma(p.z, v, c)", "fn_fma(p.y, v, c)"),
-    _one("padding_row", "stale", _ADD, "row >= fn_ld(&round->n_rows) ||", "row > fn_ld(&round->n_rows) ||"),
+    _one("padding_row", "stale", _ADD, "row >= n_rows ||", "row > n_rows ||"),
     _one("last_channel", "tail", _ADD, "|| i >= hidden)", "|| i + 1u >= hidden)"),
 )

@@ -57,7 +57,7 @@ ROPE_ROWS: Final = (
     _one(
         "blocks_of_two", "index", _ROPE, "j < half ? t : t & ~3u), omega)", "j < half ? t : t & ~1u), omega)"
     ),
-    _one("first_row", "stale", _ROPE, "u32 t = rows[r].position;", "u32 t = rows[0].position;"),
+    _one("first_row", "stale", _ROPE, "fn_ld_here(&rows[r].position)", "fn_ld_here(&rows[0].position)"),
     _one("last_frequency", "tail", _ROPE, "j < 2u * half; j +=", "j + 1u < 2u * half; j +="),
     _one(
         "frequency_f16",
@@ -78,11 +78,11 @@ NGRAM_ROWS: Final = (
                 "        for (u32 w = threadIdx.x; w < n_words;",
                 "        if (threadIdx.x >= 32u) fn_delay();\n        for (u32 w = threadIdx.x; w < n_words;",
             ),
-            Edit(_NGRAM, "        __syncthreads();\n", ""),
+            Edit(_NGRAM, "    __syncthreads();\n", ""),
         ),
         cases=("bits8_dim160", "bits5_dim320"),
     ),
-    _one("last_word", "tail", _NGRAM, "w + 1u < n_words ? fn_ld", "w + 2u < n_words ? fn_ld"),
+    _one("last_word", "tail", _NGRAM, "w + 1u < n_words ? fn_ld_here", "w + 2u < n_words ? fn_ld_here"),
     _one(
         "value_f16",
         "rounding",
@@ -130,8 +130,8 @@ NGRAM_ROWS: Final = (
         "gathered_by_head",
         "index",
         _NGRAM,
-        "gathered ? (u64)r * n_heads + head",
-        "gathered ? (u64)head * gridDim.y + r",
+        "i_row = (u64)r * n_heads + head",
+        "i_row = (u64)head * gridDim.y + r",
         "gathered_bits5",
     ),
 )
@@ -373,8 +373,8 @@ DRAW_ROWS: Final = (
         "first_position",
         "stale",
         _DRAW,
-        "draw(s, List{s.list, s.n_list}, slot, rows[r].position",
-        "draw(s, List{s.list, s.n_list}, slot, rows[0].position",
+        "position = fn_ld_here(&rows[r].position)",
+        "position = fn_ld_here(&rows[0].position)",
         "sampled_512",
         "sampled_1024",
     ),
@@ -382,8 +382,8 @@ DRAW_ROWS: Final = (
         "no_request",
         "index",
         _DRAW,
-        "|| !(rows[r].emit & 2u)) return;",
-        "|| !(rows[r].emit & 1u)) return;",
+        "fn_ld_here(&rows[r].emit) & 2u",
+        "fn_ld_here(&rows[r].emit) & 1u",
         "greedy_ties",
     ),
     Control(

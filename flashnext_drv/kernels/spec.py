@@ -145,10 +145,12 @@ class KernelSpec:
     (prelude.cuh) and may be launched ahead of the end of the launches before it.  constants: its pointer
     arguments whose bytes no launch and no copy changes while rounds run, with what they point to in turn
     left out: they may be read before fn_wait_prior.  fence: it calls fn_let_next behind fn_wait_prior, so
-    launches behind it begin when all before it are done.  settled: pointer arguments last written by
-    launches before the fence that stands before this kernel: they may be read before fn_wait_prior too.
-    spread: launches whose blocks fit on the device at once are spread evenly over its SMs.  bound: words, with the derivation of the
-    tolerance against FP64.  limits: of each of ARCHS.  rows: axis of the launch's rows in each array of a
+    launches behind it begin when all before it are done; so is the first launch of a path, which waits for
+    all before it to end.  settled: pointer arguments last written by launches before the fence that stands
+    before this kernel: they may be read before fn_wait_prior too.  The name of an offset (U64) stands for
+    what lies there in the state of a slot, of which this kernel is the only writer.  spread: launches whose
+    blocks fit on the device at once are spread evenly over its SMs.  bound: words, with the derivation of
+    the tolerance against FP64.  limits: of each of ARCHS.  rows: axis of the launch's rows in each array of a
     case, by name (with * and ?).  exempt: stage -> why it cannot apply.  controls: wrong variants that the
     check must report.  broken: why the kernel breaks rules on purpose; it then has no contract and is never
     checked.
@@ -191,6 +193,7 @@ class KernelSpec:
             raise ValueError(f"kernel {self.name}: an argument name occurs twice in {names}")
         early = (*self.constants, *self.settled)
         odd = set(early) - {a.name for a in self.args if a.kind == PTR and a.rights == "r"}
+        odd -= {a.name for a in self.args if a.kind == U64 and a.name in self.settled}
         if odd or ((early or self.fence) and not self.programmatic):
             raise ValueError(f"kernel {self.name}: what a programmatic kernel reads early, {early}, are "
                              f"pointers that it only reads")

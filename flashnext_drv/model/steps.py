@@ -20,15 +20,15 @@ __all__ = ["Step", "Value", "ahead_steps", "body_steps", "draw_steps", "edit_ste
 
 Value = str | int | float
 FILL_BLOCKS = 64  # of line_fill; 8 reach the link's rate
-# Units a block of the experts' products takes at one row, where all blocks are on an H200 at once, and at more.
+# Units a block of the experts' products takes at one row, where an H200 has all blocks at once, and at more.
 GU_UNITS = (2, 4)
 DOWN_UNITS = (1, 2)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One launch.  grid: up to three of int or "rows".  scope: the layer or part it belongs to, for
-    people.  units_a_block: grid[0] counts units of work, of which a block takes so many at one row, at more."""
+    """One launch.  grid: up to three of int or "rows".  scope: the layer or part it belongs to, for people.
+    units_a_block: grid[0] counts units of work, of which a block takes so many at one row, at more."""
 
     kernel: str
     grid: tuple[int | str, ...]
@@ -398,7 +398,7 @@ def _moe(layout: Layout, i_layer: int) -> Iterator[Step]:
     yield Step(
         "moe_input",
         (-(-c.hidden // 512), 2 * slots, "rows"),
-        {**table, "m": "m", "x": "moe_x", "hidden": c.hidden, "n_slots": slots},
+        {**table, "m": "m", "x": "moe_x", "hidden": c.hidden, "n_slots": slots, "n_experts": c.n_experts},
         scope,
     )
     yield Step(

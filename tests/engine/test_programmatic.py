@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flashnext_drv.engine.engine import Engine, Limits
-from flashnext_drv.engine.rank import TOKEN
+from flashnext_drv.engine.rank import BODY, HEAD, NEXT, NEXT_EDITS, TOKEN
 from flashnext_drv.engine.round import Window, run_round
 from flashnext_drv.model.synth import SynthPack
 from flashnext_drv.sim import control
@@ -71,20 +71,24 @@ def test_decode_with_lines_and_mapped_rows_is_the_same(seeds: list[int], device:
         compare(engine, seeds, device)
 
 
-def test_every_launch_of_a_round_may_lead_and_the_switch_drops_graphs(
+def test_all_but_the_first_of_a_path_may_lead_and_the_switch_drops_graphs(
         open_micro: Callable[..., Engine]) -> None:
     with open_micro(rows=4, prompt_rows=4) as engine:
         rank = engine.rank
         can = rank.ctx.facts.cc >= (9, 0)
         decode(engine, 1)
-        launches = rank.launches(TOKEN, 1)
-        assert rank.programmatic and all(launch.programmatic == can for launch in launches)
+        parts = [rank.launches(path, 1) for path in (BODY, HEAD, NEXT, NEXT_EDITS)]
+        assert rank.launches(TOKEN, 1) == parts[0] + parts[1]
+        assert rank.programmatic and not any(first.programmatic for first, *_ in parts)
+        assert all(launch.programmatic == can for _, *others in parts for launch in others)
         assert rank.graphs.identities()
         for identity in rank.graphs.identities():
             graph = rank.graphs.graph(identity)
             n_edges = len(graph.nodes()) - 1
             assert len(graph.edges()) == n_edges
-            assert len(graph.programmatic_edges()) == (n_edges if can else 0)
+            whole = {(0, 1)}  # a graph's first node counts, its second is the path's first launch
+            kept = set(graph.edges()) - set(graph.programmatic_edges())
+            assert kept == (whole if can else set(graph.edges()))
         rank.programmatic = False
         assert not rank.graphs.identities()
         decode(engine, 1)
@@ -92,3 +96,6 @@ def test_every_launch_of_a_round_may_lead_and_the_switch_drops_graphs(
         assert rank.graphs.identities()
         for identity in rank.graphs.identities():
             assert rank.graphs.graph(identity).programmatic_edges() == []
+        rank.programmatic = True
+        assert [launch.programmatic for launch in rank.launches(TOKEN, 1)] == [
+            can and i > 0 for part in parts[:2] for i in range(len(part))]
