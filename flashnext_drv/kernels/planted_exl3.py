@@ -267,8 +267,8 @@ _SLOT_DOT: Final = (
         "segments",
         "one_row",
     ),
-    _dot("last_step", "tail", _SLOT, "unit * size, size, together", "unit * size, size - 16u, together", "segments",
-         "one_row"),
+    _dot("last_step", "tail", _SLOT, "unit * size, size, together", "unit * size, size - 16u, together",
+         "segments", "one_row"),
     _dot(
         "sum_f16",
         "rounding",

@@ -51,8 +51,8 @@ class Member:
         all blocks are on the device at once, more of them are faster than longer ones.
         """
         blocks, steps = (self.n + 31) // 32 * self.units, self.k // self.units // 16
-        at_once = 1
-        while steps * at_once < LONG_STEPS and at_once < self.units and blocks // (2 * at_once) >= MANY_BLOCKS:
+        at_once, most = 1, min(self.units, blocks // MANY_BLOCKS)
+        while steps * at_once < LONG_STEPS and 2 * at_once <= most:
             at_once *= 2
         return blocks // at_once
 

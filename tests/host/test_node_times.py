@@ -20,7 +20,7 @@ def test_the_wait_it_edits_stands_in_the_prelude() -> None:
 
 
 def test_times_of_two_rounds_by_node() -> None:
-    """A round is families a, b, a; a head of family c stands behind it.  Times are from one node's moment to the
+    """A round is families a, b, a; behind it stands a head of family c.  Times are from one node to the
     next one's: 10, 20 and 5 us, then 12, 20 and 5."""
     walk, names = ["a", "b", "a"], [("norm", "site"), ("gemv", "in"), ("norm", "site")]
     moments = []
@@ -31,7 +31,8 @@ def test_times_of_two_rounds_by_node() -> None:
             at += step * 1000
     found = node_times.by_node(moments, walk, names)
     assert found["rounds"] == 2 and found["nodes"] == 3 and found["whole_ms"] == pytest.approx(0.036)
-    assert found["kernels"]["gemv in"] == {"nodes": 1, "us": 20.0, "early_us": 1.0, "ms": pytest.approx(0.020)}
+    gemv = found["kernels"]["gemv in"]
+    assert gemv == {"nodes": 1, "us": 20.0, "early_us": 1.0, "ms": pytest.approx(0.020)}
     assert found["kernels"]["norm site"]["nodes"] == 2
     assert found["kernels"]["norm site"]["ms"] == pytest.approx((10 + 5 + 12 + 5) / 2 / 1000)
 
