@@ -207,7 +207,7 @@ def _gemv(rows_max: int, blocks_per_sm: int) -> KernelSpec:
     )
 
 
-LINEAR_GEMV_N8: Final = _gemv(8, 18)
+LINEAR_GEMV_N8: Final = _gemv(8, 16)
 LINEAR_GEMV_N16: Final = _gemv(16, 11)
 
 LINEAR_FINISH: Final = KernelSpec(
