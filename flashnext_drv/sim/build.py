@@ -37,7 +37,7 @@ __all__ = ["Compiler", "Variant", "build", "cache_root", "find_compiler", "unit_
 _KINDS: Final = {PTR: "p", U32: "u", I32: "i", U64: "q", F32: "f"}
 _RIGHTS: Final = {"": "-", "r": "r", "w": "w", "rw": "b"}
 _FLAGS: Final = (
-    "-O2",
+    "-O3",
     "-std=c++17",
     "-fPIC",
     "-fvisibility=hidden",
