@@ -19,7 +19,8 @@ from flashnext_drv.model.header import DTYPE_BYTES
 from flashnext_drv.model.inventory import text_needs
 from flashnext_drv.model.synth_models import MODELS
 
-__all__ = ["Entry", "base_config", "base_entries", "header_of", "ngram_entries", "tiny_cubin", "write_file"]
+__all__ = ["Entry", "base_config", "base_entries", "fresh", "header_of", "ngram_entries", "tiny_cubin",
+           "write_file"]
 
 # (dtype, shape, bytes at its start that are not zero)
 Entry = tuple[str, list[int], bytes]
@@ -108,10 +109,16 @@ def tiny_cubin() -> bytes:
     return bytes(body) + b"".join(rows)
 
 
+def fresh(path: Path) -> Path:
+    """The path with no file there: a file system may wait for the disk where an old one is cut to nothing."""
+    path.unlink(missing_ok=True)
+    return path
+
+
 def write_file(path: Path, header: bytes, data: dict[int, bytes], size: int,
                length: int | None = None) -> None:
     """A safetensors file.  length: what its first 8 bytes claim, by default the truth."""
-    with open(path, "wb") as stream:
+    with open(fresh(path), "wb") as stream:
         claimed = len(header) if length is None else length & (1 << 64) - 1
         stream.write(claimed.to_bytes(8, "little") + header)
         for at, piece in data.items():

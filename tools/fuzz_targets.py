@@ -65,7 +65,7 @@ class Bench:
 
     def restore(self) -> None:
         """The pack unmangled."""
-        (self.pack / "config.json").write_text(json.dumps(self.config_json))
+        fuzz_pack.fresh(self.pack / "config.json").write_text(json.dumps(self.config_json))
         for name, (header, data, size) in (("model", self.main), ("ngram_embedding", self.table)):
             fuzz_pack.write_file(self.pack / f"{name}.safetensors", json.dumps(header).encode(), data, size)
 
@@ -129,7 +129,8 @@ def _mangle_pack(rng: random.Random, bench: Bench) -> None:
     kind = rng.random()
     if kind < 0.3:
         raw = json.dumps(mangle_json(rng, bench.config_json, rng.choice((1, 2)))).encode()
-        (bench.pack / "config.json").write_bytes(raw if rng.random() < 0.8 else mangle_bytes(rng, raw))
+        config = fuzz_pack.fresh(bench.pack / "config.json")
+        config.write_bytes(raw if rng.random() < 0.8 else mangle_bytes(rng, raw))
         return
     name, base = ("model", bench.main) if kind < 0.65 else ("ngram_embedding", bench.table)
     header, data, size = base
@@ -164,7 +165,7 @@ def _config(rng: random.Random, bench: Bench) -> None:
     raw: Any = mangle_json(rng, bench.config_json, rng.choice((1, 1, 2, 4)))
     if rng.random() < 0.2:
         path = bench.folder / "config.json"
-        path.write_bytes(mangle_bytes(rng, json.dumps(raw).encode()))
+        fuzz_pack.fresh(path).write_bytes(mangle_bytes(rng, json.dumps(raw).encode()))
         config = ModelConfig.load(bench.folder, strict=rng.random() < 0.5)
     else:
         if rng.random() < 0.7 and isinstance(raw, Mapping) and isinstance(raw.get("text_config"), dict):
@@ -223,7 +224,7 @@ def _ids(rng: random.Random, bench: Bench) -> None:
             assert 0 <= first < end <= 10
     elif kind == 2:
         path = bench.folder / "ids.txt"
-        path.write_bytes(text)
+        fuzz_pack.fresh(path).write_bytes(text)
         cli_ids.read_ids(SimpleNamespace(ids=None, ids_file=str(path)))  # type: ignore[arg-type]
     else:
         wanted: Any = [odd_value(rng) if rng.random() < 0.3 else rng.randrange(300)
@@ -268,12 +269,12 @@ def _manifest(rng: random.Random, bench: Bench) -> None:
     made["digest"] = _DIGEST
     path, cache = bench.folder / "m.json", bench.folder / "digests.json"
     raw = json.dumps(mangle_json(rng, made, rng.choice((1, 2)))).encode()
-    path.write_bytes(raw if rng.random() < 0.6 else mangle_bytes(rng, raw))
+    fuzz_pack.fresh(path).write_bytes(raw if rng.random() < 0.6 else mangle_bytes(rng, raw))
     stored = {"format": 1, "entries": {"1:2:3:4:5": {"sha256": "0" * 64, "recorded_ns": 7}}}
     raw = json.dumps(mangle_json(rng, stored, rng.choice((1, 2)))).encode()
-    cache.write_bytes(raw if rng.random() < 0.7 else mangle_bytes(rng, raw))
+    fuzz_pack.fresh(cache).write_bytes(raw if rng.random() < 0.7 else mangle_bytes(rng, raw))
     name = rng.choice((b"a", b"\xff\xfe", "é".encode(), b"x\ny", b" "))
-    (files / os.fsdecode(name)).write_bytes(b"12345"[:rng.randrange(6)])
+    fuzz_pack.fresh(files / os.fsdecode(name)).write_bytes(b"12345"[:rng.randrange(6)])
     try:
         of = Manifest.of(files, cache=cache)
         assert len(of.digest) == 64 and of.files
@@ -307,12 +308,12 @@ def _images(rng: random.Random, bench: Bench) -> None:
                     "regs": 1, "shared_bytes": 0, "stack_bytes": 0, "spill_store_bytes": 0,
                     "spill_load_bytes": 0, "blocks_per_sm": 1, "text_sha256": "0"}}}}}
         raw = json.dumps(mangle_json(rng, record, 2)).encode()
-        path.write_bytes(raw if rng.random() < 0.6 else mangle_bytes(rng, raw))
+        fuzz_pack.fresh(path).write_bytes(raw if rng.random() < 0.6 else mangle_bytes(rng, raw))
         found = resources.load(path)
         assert found is not None and list(resources.stale_sources(found))
         return
     raw = json.dumps(mangle_json(rng, good, 2)).encode()
-    path.write_bytes(raw if rng.random() < 0.6 else mangle_bytes(rng, raw))
+    fuzz_pack.fresh(path).write_bytes(raw if rng.random() < 0.6 else mangle_bytes(rng, raw))
     catalog.read_manifest(path)
 
 

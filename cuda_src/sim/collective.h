@@ -131,13 +131,17 @@ static inline void fn_hadamard128(float (&v)[4]) {
 static inline void fn_sim_mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bool bf16) {
     fnsim::Warp& w = *fnsim::T.warp;
     const int g = fnsim::T.current->lane >> 2, q = fnsim::T.current->lane & 3;
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) w.mma_a[q + 4 * (i >> 1)][g + 8 * (i & 1)] = a[i];
+#pragma GCC unroll 2
     for (int i = 0; i < 2; i++) w.mma_b[q + 4 * i][g] = b[i];
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) w.mma_c[2 * q + (i & 1)][g + 8 * (i >> 1)] = d[i];
     if (fnsim::warp_arrive(bf16 ? fnsim::OP_MMA_BF16 : fnsim::OP_MMA_F16)) {
         fnsim::mma(w, bf16);
         fnsim::warp_release();
     }
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) d[i] = w.mma_c[2 * q + (i & 1)][g + 8 * (i >> 1)];
 }
 static inline void fn_mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {

@@ -3,6 +3,7 @@
 // free.  Freed ranges stay reserved without access for a while, so a kernel or copy that touches them is
 // named.
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdio>
 
@@ -17,8 +18,8 @@ constexpr u64 kPage = 4096, kMiB = 1 << 20;
 constexpr u64 kGap = 16 * kMiB;
 constexpr unsigned char kGuard = 0xa5;
 constexpr size_t kRemembered = 4096;  // freed ranges kept without access
-constexpr u64 kPoisonLimit =
-    (u64)1 << 30;  // larger allocations stay zero pages: poison would cost their memory
+constexpr u64 kPoisonLimit = (u64)1 << 30;  // larger allocations stay zero pages: poison would cost many mappings
+constexpr u64 kPoisonPiece = 4 * kMiB;
 
 std::map<u64, Allocation> live;   // by base
 std::map<u64, Allocation> freed;  // by base
@@ -34,6 +35,28 @@ const char* kind_name(const Allocation& a) {
     return a.kind == Allocation::DEVICE ? "device" : a.kind == Allocation::PINNED ? "pinned" : "registered";
 }
 
+// Puts 0xff at whole pages: copies on write of one file's, so what is never written costs neither time nor memory.
+bool poison(u64 base, u64 size) {
+    static int file = -1;
+    if (file < 0) {
+        const int made = memfd_create("fnsim.poison", MFD_CLOEXEC);
+        const std::vector<unsigned char> ones(kPoisonPiece, 0xff);
+        if (made < 0) return false;
+        if (write(made, ones.data(), kPoisonPiece) != (ssize_t)kPoisonPiece) {
+            close(made);
+            return false;
+        }
+        file = made;
+    }
+    for (u64 at = 0; at < size; at += kPoisonPiece) {
+        const u64 n = size - at < kPoisonPiece ? size - at : kPoisonPiece;
+        if (mmap((void*)(size_t)(base + at), n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, file,
+                 0) == MAP_FAILED)
+            return false;
+    }
+    return true;
+}
+
 Result allocate(u64* out, u64 n, Allocation::Kind kind, unsigned flags) {
     Context* c = current_context();
     if (!out || !n) return finding(INVALID_VALUE, "allocation of 0 bytes");
@@ -45,11 +68,10 @@ Result allocate(u64* out, u64 n, Allocation::Kind kind, unsigned flags) {
     void* at = mmap(nullptr, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) return finding(OUT_OF_MEMORY, "host refused %llu bytes of address space", whole);
     const u64 base = (u64)(size_t)at + kGap;
-    if (mprotect((void*)(size_t)base, body, PROT_READ | PROT_WRITE)) {
+    if (n <= kPoisonLimit ? !poison(base, body) : mprotect((void*)(size_t)base, body, PROT_READ | PROT_WRITE)) {
         munmap(at, whole);
         return finding(OUT_OF_MEMORY, "host refused %llu bytes", body);
     }
-    if (n <= kPoisonLimit) memset((void*)(size_t)base, 0xff, n);
     memset((void*)(size_t)(base + n), kGuard, body - n);
     used[c->device] += charged;
     live[base] =

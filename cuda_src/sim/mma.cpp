@@ -52,11 +52,11 @@ inline bool any(v8i x) {
 
 // Operands of one tile, decoded: value and exponent (subnormals at the format's least one, zeros at kNone) of
 // every element.  bad_a, bad_b: an infinity or NaN is in eight rows, in a column; live: a column has an element
-// that is not zero; wide: an element is outside the fast path.
+// that is not zero; twin: a column behind the first has its bits; wide: an element is outside the fast path.
 struct Tile {
     alignas(32) float a[16][16], b[16][8];
     alignas(32) int ea[16][16], eb[16][8];
-    alignas(32) int bad_b[8], live[8];
+    alignas(32) int bad_b[8], live[8], twin[8];
     bool bad_a[2], wide;
 
     bool bad(int row, int col) const { return bad_a[row >> 3] || bad_b[col]; }
@@ -82,7 +82,7 @@ inline __attribute__((always_inline)) void decode(v8i w, float* value, int* expo
 }
 template <bool Bf16>
 void decode_tile(const Warp& w, Tile& t) {
-    v8i top0 = {}, top1 = {}, top = {}, live = {}, wide = {};
+    v8i top0 = {}, top1 = {}, top = {}, live = {}, other = {}, wide = {};
     for (int pair = 0; pair < 8; pair++) {
         const v8i a0 = *(const v8i*)&w.mma_a[pair][0], a1 = *(const v8i*)&w.mma_a[pair][8],
                   b = *(const v8i*)w.mma_b[pair];
@@ -94,12 +94,14 @@ void decode_tile(const Warp& w, Tile& t) {
         decode<Bf16>(a1 >> 16 & 0xffff, &t.a[k + 1][8], &t.ea[k + 1][8], top1, wide);
         decode<Bf16>(b >> 16 & 0xffff, t.b[k + 1], t.eb[k + 1], top, wide);
         live |= b & 0x7fff7fff;
+        other |= b ^ b[0];
     }
     constexpr int most = Bf16 ? 255 : 31;
     t.bad_a[0] = any(top0 == most);
     t.bad_a[1] = any(top1 == most);
     *(v8i*)t.bad_b = top == most;
     *(v8i*)t.live = live;
+    *(v8i*)t.twin = (other == 0) & (v8i){0, -1, -1, -1, -1, -1, -1, -1};
     t.wide = any(wide);
 }
 
@@ -193,7 +195,14 @@ void mma(Warp& w, bool bf16) {
     else
         decode_tile<false>(w, t);
     const Model m = model;
-    for (int col = 0; col < 8; col++)
+    const v8i c0 = *(const v8i*)&w.mma_c[0][0], c8 = *(const v8i*)&w.mma_c[0][8];  // before they are overwritten
+    for (int col = 0; col < 8; col++) {
+        // Another first column, bit for bit: a row of a kernel that stands in where there is none.
+        const v8i* c = (const v8i*)w.mma_c[col];
+        if (t.twin[col] && !any((c[0] ^ c0) | (c[1] ^ c8))) {
+            memcpy(w.mma_c[col], w.mma_c[0], sizeof w.mma_c[0]);
+            continue;
+        }
         for (int row = 0; row < 16; row += 8) {
             v8f& acc = *(v8f*)&w.mma_c[col][row];
             const bool bad = t.bad(row, col);
@@ -209,6 +218,7 @@ void mma(Warp& w, bool bf16) {
                 if (!done) block_exact(acc, w, t, row, col, k0, bf16, m);
             }
         }
+    }
 }
 
 }  // namespace fnsim

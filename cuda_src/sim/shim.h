@@ -96,6 +96,8 @@ FN_DEVICE u16 fn_sim_f2h(float f) { return fn_sim_bits<u16>((_Float16)f); }
 // the builtins behind <immintrin.h>, which would cost every kernel half a second to parse
 typedef short fn_sim_v8hi __attribute__((vector_size(16)));
 typedef float fn_sim_v4sf __attribute__((vector_size(16)));
+typedef int fn_sim_v4si __attribute__((vector_size(16)));
+#define FN_SIM_PAIRS 1
 FN_DEVICE float fn_h2f(u16 h) {
     return __builtin_ia32_vcvtph2ps(fn_sim_v8hi{(short)h, 0, 0, 0, 0, 0, 0, 0})[0];
 }
@@ -132,6 +134,10 @@ FN_DEVICE u32 fn_brev(u32 x) {
 FN_DEVICE u32 fn_umulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 FN_DEVICE u64 fn_umulhi64(u64 a, u64 b) { return (u64)((unsigned __int128)a * b >> 64); }
 FN_DEVICE u32 fn_dp4a_u8(u32 a, u32 b, u32 acc) {
+    if (__builtin_constant_p(b) && b == 0x01010101) {  // a sum of bytes
+        const u32 pairs = (a & 0x00ff00ff) + (a >> 8 & 0x00ff00ff);
+        return acc + (pairs & 0xffff) + (pairs >> 16);
+    }
     return acc + (a & 255) * (b & 255) + (a >> 8 & 255) * (b >> 8 & 255) + (a >> 16 & 255) * (b >> 16 & 255) +
            (a >> 24) * (b >> 24);
 }
@@ -139,12 +145,15 @@ FN_DEVICE u32 fn_funnel_r(u32 lo, u32 hi, u32 shift) { return (u32)(((u64)hi << 
 FN_DEVICE u32 fn_funnel_l(u32 lo, u32 hi, u32 shift) {
     return (u32)(((u64)hi << 32 | lo) << (shift & 31) >> 32);
 }
+FN_DEVICE u32 fn_sim_two(u64 bytes, u32 selector) {  // neighbours in one piece: selectors are constants, nearly all
+    const u32 low = selector & 7, high = selector >> 4 & 7;
+    if (high == low + 1) return (u32)(bytes >> 8 * low) & 0xffff;
+    return ((u32)(bytes >> 8 * low) & 255) | ((u32)(bytes >> 8 * high) & 255) << 8;
+}
 FN_DEVICE u32 fn_prmt(u32 a, u32 b,
                       u32 selector) {  // byte i of the result: byte (selector >> 4 i & 7) of b:a
     u64 bytes = (u64)b << 32 | a;
-    u32 out = 0;
-    for (int i = 0; i < 4; i++) out |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
-    return out;
+    return fn_sim_two(bytes, selector) | fn_sim_two(bytes, selector >> 8) << 16;
 }
 // One f16 rounding of the exact a * b + c: the product is exact in f32; the sum is rounded to odd with the
 // exact error of the addition (two-sum), and 24 >= 11 + 2 bits, so the conversion rounds like the exact
@@ -156,6 +165,26 @@ FN_DEVICE u16 fn_sim_hfma(u16 a, u16 b, u16 c) {
     if (error == error && error != 0.f && !(bits & 1)) bits += (error > 0.f) == (s > 0.f) ? 1u : ~0u;
     return fn_f2h(fn_u2f(bits));
 }
+#ifdef FN_SIM_PAIRS
+FN_DEVICE u32 fn_sim_round2(fn_sim_v4sf x) {  // the NaN that fn_f2h gives is what this one rounds to
+    const fn_sim_v4si nan = x != x;
+    x = (fn_sim_v4sf)(((fn_sim_v4si)x & ~nan) | (nan & 0x7fffffff));
+    return (u32)((fn_sim_v4si)__builtin_ia32_vcvtps2ph(x, 0))[0];
+}
+FN_DEVICE fn_sim_v4sf fn_sim_floats(u32 h2) {
+    return __builtin_ia32_vcvtph2ps((fn_sim_v8hi)fn_sim_v4si{(int)h2, 0, 0, 0});
+}
+FN_DEVICE u32 fn_hfma2(u32 a, u32 b, u32 c) {  // fn_sim_hfma of both halves
+    const fn_sim_v4sf p = fn_sim_floats(a) * fn_sim_floats(b), z = fn_sim_floats(c), s = p + z, from_p = s - z;
+    const fn_sim_v4sf error = (p - from_p) + (z - (s - from_p)), none = {};
+    fn_sim_v4si bits = (fn_sim_v4si)s;
+    const fn_sim_v4si odd = (error == error) & (error != none) & ((bits & 1) == 0);
+    const fn_sim_v4si away = (error > none) == (s > none);
+    bits += odd & ((away & 2) - 1);
+    return fn_sim_round2((fn_sim_v4sf)bits);
+}
+FN_DEVICE u32 fn_hadd2(u32 a, u32 b) { return fn_sim_round2(fn_sim_floats(a) + fn_sim_floats(b)); }
+#else
 FN_DEVICE u32 fn_hfma2(u32 a, u32 b, u32 c) {
     return (u32)fn_sim_hfma((u16)a, (u16)b, (u16)c) |
            (u32)fn_sim_hfma((u16)(a >> 16), (u16)(b >> 16), (u16)(c >> 16)) << 16;
@@ -165,6 +194,7 @@ FN_DEVICE u32 fn_hadd2(u32 a, u32 b) {
     return (u32)fn_f2h(fn_h2f((u16)a) + fn_h2f((u16)b)) |
            (u32)fn_f2h(fn_h2f((u16)(a >> 16)) + fn_h2f((u16)(b >> 16))) << 16;
 }
+#endif
 
 // Blocks may run on several host threads, so these are atomic there too.
 template <class T>

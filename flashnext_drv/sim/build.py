@@ -37,7 +37,7 @@ __all__ = ["Compiler", "Variant", "build", "cache_root", "find_compiler", "unit_
 _KINDS: Final = {PTR: "p", U32: "u", I32: "i", U64: "q", F32: "f"}
 _RIGHTS: Final = {"": "-", "r": "r", "w": "w", "rw": "b"}
 _FLAGS: Final = (
-    "-O2",
+    "-O3",
     "-std=c++17",
     "-fPIC",
     "-fvisibility=hidden",
@@ -101,6 +101,27 @@ class _Unit:
     root: Path
 
 
+@dataclass(frozen=True)
+class _Included:
+    """A file of the sources.  path: below the root.  digest: of its bytes.  names: what it includes."""
+
+    path: str
+    folder: Path
+    digest: bytes
+    names: list[str]
+
+    @classmethod
+    def read(cls, path: Path, root: Path) -> _Included:
+        data = path.read_bytes()
+        names = _INCLUDE.findall(data.decode("utf-8", "replace"))
+        below = os.path.relpath(path.resolve(), root.resolve())
+        return cls(below, path.parent, hashlib.sha256(data).digest(), names)
+
+
+# (folder, name of an include in it): the file, None: of the system
+_Read = dict[tuple[Path, str], _Included | None]
+
+
 class _Builder:
     """Compiler, flags and sources of one build."""
 
@@ -108,10 +129,11 @@ class _Builder:
         self.compiler = compiler
         self.flags = flags
         self.root = root
+        self._read: _Read = {}
 
     def unit(self, name: str, text: str, family: str, folder: Path, extra: tuple[str, ...] = ()) -> _Unit:
         flags = (*self.flags, *extra)
-        key = _unit_key(self.compiler, flags, self.root, folder, text)
+        key = _unit_key(self.compiler, flags, self.root, folder, text, self._read)
         return _Unit(name, text, family, folder, flags, key, self.root)
 
     def runtime(self, ucontext: bool) -> list[_Unit]:
@@ -162,7 +184,7 @@ class _Builder:
             source.write_text(unit.text, encoding="utf-8")
             where = (f"-I{unit.root}", f"-I{unit.root / 'sim'}", "-c", str(source), "-o", str(out))
             _run((*self.compiler.command, *unit.flags, *where), unit.name)
-            if _unit_key(self.compiler, unit.flags, unit.root, unit.folder, unit.text) != unit.key:
+            if _unit_key(self.compiler, unit.flags, unit.root, unit.folder, unit.text, {}) != unit.key:
                 raise BuildError(f"{unit.name} changed while it was compiled", do="run it again")
             os.replace(out, target)
 
@@ -270,29 +292,31 @@ def unit_text(family: str, spec: KernelSpec) -> str:
     return "\n".join([*lines, '#include "prelude.cuh"', f'#include "{spec.source}"']) + "\n"
 
 
-def _unit_key(compiler: Compiler, flags: Sequence[str], root: Path, folder: Path, text: str) -> str:
-    """Of everything that goes into an object."""
+def _unit_key(
+    compiler: Compiler, flags: Sequence[str], root: Path, folder: Path, text: str, read: _Read
+) -> str:
+    """Of everything that goes into an object.  read: what is known of its includes, and gets known."""
     digest = hashlib.sha256("\0".join((compiler.version, *flags, text)).encode())
-    for path, data in sorted(_included(root, folder, text).items()):
-        digest.update(path.encode() + b"\0" + hashlib.sha256(data).digest())
+    for file in sorted(_included(root, folder, text, read), key=lambda file: file.path):
+        digest.update(file.path.encode() + b"\0" + file.digest)
     return digest.hexdigest()[:40]
 
 
-def _included(root: Path, folder: Path, text: str) -> dict[str, bytes]:
-    """Every file that `text` (standing in `folder`) includes by quotes, directly or not: path -> bytes."""
-    found: dict[str, bytes] = {}
-    todo = [(folder, text)]
+def _included(root: Path, folder: Path, text: str, read: _Read) -> list[_Included]:
+    """Every file that `text` (standing in `folder`) includes by quotes, directly or not, once."""
+    found: dict[str, _Included] = {}
+    todo = [(folder, _INCLUDE.findall(text))]
     while todo:
-        here, words = todo.pop()
-        for name in _INCLUDE.findall(words):
-            path = next((p for p in (here / name, root / name) if p.is_file()), None)
-            if path is None:
-                continue
-            key = os.path.relpath(path.resolve(), root.resolve())
-            if key not in found:
-                found[key] = path.read_bytes()
-                todo.append((path.parent, found[key].decode("utf-8", "replace")))
-    return found
+        here, names = todo.pop()
+        for name in names:
+            if (here, name) not in read:
+                path = next((p for p in (here / name, root / name) if p.is_file()), None)
+                read[here, name] = None if path is None else _Included.read(path, root)
+            file = read[here, name]
+            if file is not None and file.path not in found:
+                found[file.path] = file
+                todo.append((file.folder, file.names))
+    return list(found.values())
 
 
 def _run(command: Sequence[str], what: str) -> None:

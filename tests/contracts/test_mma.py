@@ -70,6 +70,37 @@ def test_what_is_no_number_spoils_its_own_row_or_column(
 
 
 @pytest.mark.parametrize("kernel", [spec.name for spec in SPECS])
+@pytest.mark.parametrize("generation", ["sm_90", "sm_80"])
+def test_columns_that_repeat_the_first_one(
+    check_device: Give, monkeypatch: pytest.MonkeyPatch, kernel: str, generation: str
+) -> None:
+    """Alike in both operands, or but for one element, one accumulator or the sign of a zero."""
+    if not control.attached():
+        pytest.skip("a real device has one generation")
+    case = next(c for k, c in ALL if k == kernel and c.name == "normal")
+    bf16, n = kernel.endswith("bf16"), case.int("n")
+    a, b, c = mma_model.operands("normal", bf16, n, 1)
+    b[:], c[:] = b[:, :1], c[:, :, :1]
+    for i in range(n):
+        b[i, 1, 5 * i % 16] ^= 1 << i % 16
+        c.view(np.uint32)[i, 7 * i % 16, 2] ^= 1 << i % 32
+        b[i, 3, i % 16] = b[i, 0, i % 16] if i % 2 else 0
+    b[::4, :, 3], b[::4, 4, 3] = 0, 0x8000
+    c[1::4, :, :], c[1::4, 4, 5] = 0, -0.0
+    b[2::4, :5] = 0
+    monkeypatch.setattr(mma_model, "operands", lambda *_: (a, b, c))
+    try:
+        control.set_generation(generation)
+        found = contract.run_case(check_device("probe"), kernel, case).outputs["d"].view(np.uint32)
+    finally:
+        control.set_generation("sm_90")
+    model = mma_model.SM90 if generation == "sm_90" else mma_model.SM80
+    assert (found == mma_model.mma(a, b, c, bf16, model).view(np.uint32)).all()
+    alike = (found == found[:, :, :1]).all(1)[np.arange(n) % 4 != 2]
+    assert alike[:, 6:].all() and (~alike[:, 1:3]).sum(0).min() > n // 4
+
+
+@pytest.mark.parametrize("kernel", [spec.name for spec in SPECS])
 def test_order_of_lanes_does_not_matter(
     check_device: Give, kernel: str, in_any_order: Callable[..., None]
 ) -> None:

@@ -304,6 +304,7 @@ def test_requests_arrive_at_their_times_whether_others_have_ended_or_not(fake: f
     assert not reasons(found) and found["load"]["rate"] == 60.0 and found["latency"]["replies"] == 30
     assert fake.most_live > few.streams and found["late_s"] >= 0
     assert found["seconds"] > 0.2, "the 30th comes after half a second or so"
+    fake.knobs = {}
     assert load.run_load(site_of(fake), replace(few, rate=0.0))["late_s"] is None
     fake.knobs = {"http": 429}
     assert "HTTP status 429" in reasons(load.run_load(site_of(fake), few))
