@@ -71,6 +71,27 @@ def test_decode_with_lines_and_mapped_rows_is_the_same(seeds: list[int], device:
         compare(engine, seeds, device)
 
 
+def test_steps_without_the_host_are_the_same(open_micro: Callable[..., Engine], seeds: list[int],
+                                             device: str) -> None:
+    """Tables that the step before wrote on the device are read early; only a path's first launch, which waits
+    for all of that step, makes that safe: with one that does not, some schedule shows old rows."""
+    with open_micro(graph=False) as engine:
+        rank, prompt = engine.rank, [t % engine.config.vocab for t in PROMPT]
+
+        def last_logits(seed: int) -> bytes:
+            if device == "sim":
+                control.set_seed(seed)
+            engine.generate(prompt, max_new_tokens=7, stop_ids=())
+            return rank.read_logits(0, 1).tobytes()
+
+        assert len({last_logits(seed) for seed in seeds}) == 1
+        if device == "sim" and rank.ctx.facts.cc >= (9, 0):
+            want, context = last_logits(0), rank.layout.context_bucket(0)
+            for path in (BODY, NEXT):
+                rank.launches(path, 1, context)[0].programmatic = True
+            assert any(last_logits(seed) != want for seed in range(1, 9))
+
+
 def test_all_but_the_first_of_a_path_may_lead_and_the_switch_drops_graphs(
         open_micro: Callable[..., Engine]) -> None:
     with open_micro(rows=4, prompt_rows=4) as engine:
