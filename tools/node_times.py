@@ -88,7 +88,8 @@ def measure(model: str, context: int, rows: int, tokens: int) -> tuple[dict[str,
 
     family = {spec.name: name for name in catalog.families() for spec in catalog.specs(name)}
     limits = Limits(
-        context_tokens=context + tokens + 64, rows=16, prompt_rows=16, sequences=rows, steps_ahead=1, chunk=2048
+        context_tokens=context + tokens + 64, rows=16, prompt_rows=16, sequences=rows, steps_ahead=1,
+        chunk=2048,
     )
     pack = SynthPack(model, 1, ngram_rows=4_000_000)
     with Engine.open(pack, limits, device="cuda") as engine, ExitStack() as stack:
