@@ -190,6 +190,7 @@ INDEX_SELECT: Final = KernelSpec(
            _case("inf", _each(100, 203), special="inf"), _case("many_nan", _each(203), special="many_nan"),
            _case("far", _each(262143), budget=512, special="relu"),
            _case("large_budget", _each(262003), budget=2048),
+           _case("whole_list", _each(6200, 8191), budget=64),
            _case("long_rows", _each(8195, 8199, 9000, 12345, 33333), budget=64),
            _case("long_equal", _each(20000, 9001), special="equal"),
            _case("long_nan", _each(20000), special="nan"),
