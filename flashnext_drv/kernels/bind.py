@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..drv.context import Context, DriverOwner
+from ..drv.context import Context, DeviceFacts, DriverOwner
 from ..drv.memory import Span
 from ..drv.module import Launch, Module, pack
 from ..errors import BuildError, ContractError, UsageError
@@ -20,7 +20,7 @@ from ..lifetime import Undo
 from . import catalog
 from .spec import F32, I32, PTR, U32, U64, Arg, KernelSpec
 
-__all__ = ["Kernels", "Value", "make_launch", "simulator_image"]
+__all__ = ["Kernels", "Value", "make_launch", "simulator_image", "spread_bytes"]
 
 Value = Span | int | float | np.integer[Any] | np.floating[Any]
 _RANGES: Final[Mapping[str, tuple[int, int]]] = {
@@ -106,27 +106,27 @@ def make_launch(module: Module, spec: KernelSpec, grid: int | tuple[int, ...],
     values = [_value(spec, arg, args[arg.name]) for arg in spec.args]
     arenas = {id(v.arena): v.arena for v in args.values() if isinstance(v, Span)}
     function = module.function(spec.name)
-    dynamic_bytes = spec.dynamic_on(_arch(module.ctx)) or _spread_bytes(module.ctx, spec, _grid(spec, grid))
+    blocks, arch = _grid(spec, grid), _arch(module.ctx)
+    dynamic_bytes = spec.dynamic_on(arch) or spread_bytes(module.ctx.facts, spec, arch, blocks)
     if dynamic_bytes:
         function.allow_shared(dynamic_bytes)
-    return Launch(function, _grid(spec, grid), spec.block, dynamic_bytes, pack(spec.offsets(), values),
+    return Launch(function, blocks, spec.block, dynamic_bytes, pack(spec.offsets(), values),
                   holds=tuple(arenas.values()), names=tuple(arg.name for arg in spec.args))
 
 
-def _spread_bytes(ctx: Context, spec: KernelSpec, grid: tuple[int, int, int]) -> int:
-    """Dynamic shared memory that holds the blocks of a launch to an equal number on every SM.
+def spread_bytes(facts: DeviceFacts, spec: KernelSpec, arch: str, grid: tuple[int, int, int]) -> int:
+    """Dynamic shared memory of a block that holds the blocks of a launch to an equal number on every SM.
 
     Blocks that start ahead of the end of the launch before are given out SM by SM: on an H200 half the SMs
     had 18 blocks of linear_gemv and a tenth of them 2, and the fullest SM is how long the launch takes.  So a
     launch whose blocks are all on the device at once asks for memory, which it does not use, until an SM
     holds no more than its share.  0 where nothing is to be held.
     """
-    facts = ctx.facts
     share = -(-grid[0] * grid[1] * grid[2] // facts.n_sms)
     if not spec.spread or facts.is_simulator or facts.cc < (9, 0) or not 1 < share < spec.blocks_per_sm:
         return 0
     of_block = (facts.shared_optin_bytes + _RESERVED) // share // 128 * 128 - _RESERVED
-    return max(0, of_block - spec.static_on(_arch(ctx)))
+    return max(0, of_block - spec.static_on(arch))
 
 
 def simulator_image(family: str, digest: str = "") -> bytes:

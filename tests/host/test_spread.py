@@ -1,0 +1,69 @@
+"""Shares of decode's products: units a block, and the memory that spreads blocks evenly over the SMs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flashnext_drv.drv.context import DeviceFacts
+from flashnext_drv.kernels import catalog
+from flashnext_drv.kernels.bind import spread_bytes
+from flashnext_drv.model.linears import MANY_BLOCKS, Member
+
+pytestmark = pytest.mark.host
+H200 = DeviceFacts(
+    ordinal=0, name="H200", cc=(9, 0), n_sms=132, total_bytes=1 << 37, l2_bytes=1 << 26,
+    shared_per_block_bytes=49152, shared_optin_bytes=232448, maps_host=True, driver_version=13000,
+    is_simulator=False)
+RESERVED = 1024  # of every block
+GEMV = next(spec for spec in catalog.specs("exl3") if spec.name == "linear_gemv_n8")
+
+
+def fitting(facts: DeviceFacts, dynamic_bytes: int, static_bytes: int = 0) -> int:
+    """Blocks that the shared memory of an SM holds."""
+    return (facts.shared_optin_bytes + RESERVED) // (dynamic_bytes + static_bytes + RESERVED)
+
+
+@pytest.mark.parametrize("blocks", [133, 352, 1280, 1760, 1952])
+def test_an_sm_holds_its_share_and_no_more(blocks: int) -> None:
+    given = spread_bytes(H200, GEMV, "sm_90a", (blocks, 1, 1))
+    assert fitting(H200, given) == -(-blocks // H200.n_sms) > 1
+    assert given % 128 == 0 and given <= H200.shared_optin_bytes
+    assert given == spread_bytes(H200, GEMV, "sm_90a", (1, blocks, 1))
+
+
+@pytest.mark.parametrize("blocks", [1, 132, 16 * 132, 7760])
+def test_nothing_is_asked_for_where_nothing_is_held(blocks: int) -> None:
+    """One block an SM or fewer; as many as registers allow; more than one wave."""
+    assert spread_bytes(H200, GEMV, "sm_90a", (blocks, 1, 1)) == 0
+
+
+def test_only_early_launches_on_a_gpu_are_spread() -> None:
+    grid = (1280, 1, 1)
+    assert spread_bytes(H200, GEMV, "sm_90a", grid)
+    for facts in (replace(H200, is_simulator=True), replace(H200, cc=(8, 9))):
+        assert spread_bytes(facts, GEMV, "sm_90a", grid) == 0
+    assert spread_bytes(H200, replace(GEMV, spread=False), "sm_90a", grid) == 0
+
+
+def test_a_kernels_own_memory_counts() -> None:
+    own = replace(GEMV, shared_bytes=4096)
+    given, without = (spread_bytes(H200, spec, "sm_90a", (1280, 1, 1)) for spec in (own, GEMV))
+    assert fitting(H200, given, 4096) == 10 and given == without - 4096
+
+
+@pytest.mark.parametrize(("k", "n", "leaves", "blocks"), [
+    (2560, 10240, 1, 1280),   # 4 units of 40 steps: long enough
+    (2560, 6144, 1, 768),     # 8 units of 20 steps, two a block
+    (2560, 512, 1, 128),      # few blocks: none to spare
+    (6144, 2560, 8, 1280),    # 16 units of 24 steps; half as many blocks would be fewer than MANY_BLOCKS
+    (10240, 320, 1, 320),
+    (2560, 248320, 1, 7760),  # one unit
+])
+def test_units_a_block_at_the_published_sizes(k: int, n: int, leaves: int, blocks: int) -> None:
+    member = Member("x", k, n, leaves)
+    assert member.n_warps == blocks
+    at_once = -(-n // 32) * member.units // blocks
+    assert at_once & (at_once - 1) == 0 and at_once <= member.units
+    assert at_once == 1 or blocks >= MANY_BLOCKS
