@@ -253,7 +253,7 @@ def flip_one_code(made: Operands) -> None:
 
 
 def drop_a_segment(made: Operands) -> None:
-    made.arrays["linears"]["n_warps"] -= 4
+    made.grid = (made.grid[0] - 1, *made.grid[1:])
 
 
 def longer_segments(made: Operands) -> None:
