@@ -51,6 +51,8 @@ def build(name: str, case: Case, seed: int) -> Operands:
     routes = poison((cap, n_slots), ROUTE)
     routes["expert"][:rows] = _experts(seed, rows, n_slots, n_lines)
     routes["weight"][:rows] = 0.5
+    if rows:  # what a round of more rows left behind: the last row's experts, which nobody may run for it
+        routes[rows:] = routes[rows - 1]
     arrays["routes"] = routes
 
     k_cap, n_cap = (hidden, width_cap) if name == "moe_gemv_gu" else (width_cap, hidden)
