@@ -10,7 +10,7 @@ node's, so the times of a round add up to the round: what a launch costs where i
 beside its neighbours with it.  `early` is how long before that moment it had begun.  profile_round.py times
 the same launches without their neighbours.
 
-The copy is a few per cent slower than the package; its tokens are the same.  GPU alone.
+The copy does the same arithmetic and takes longer by what the notes cost.  GPU alone.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def by_node(
     early: dict[tuple[str, str], list[int]] = defaultdict(list)
     for start in starts:
         for i, name in enumerate(names, start):
-            times[names[i - start]].append(moments[i + 1][0] - moments[i][0])
+            times[name].append(moments[i + 1][0] - moments[i][0])
             early[name].append(moments[i][0] - moments[i][1])
     whole = median(moments[start + len(walk)][0] - moments[start][0] for start in starts)
     nodes = {

@@ -117,10 +117,9 @@ def make_launch(module: Module, spec: KernelSpec, grid: int | tuple[int, ...],
 def spread_bytes(facts: DeviceFacts, spec: KernelSpec, arch: str, grid: tuple[int, int, int]) -> int:
     """Dynamic shared memory of a block that holds the blocks of a launch to an equal number on every SM.
 
-    Blocks that start ahead of the end of the launch before are given out SM by SM: on an H200 half the SMs
-    had 18 blocks of linear_gemv and a tenth of them 2, and the fullest SM is how long the launch takes.  So a
-    launch whose blocks are all on the device at once asks for memory, which it does not use, until an SM
-    holds no more than its share.  0 where nothing is to be held.
+    Blocks that start ahead of the end of the launch before may be given out SM by SM, and the fullest SM is
+    how long the launch takes.  So a launch whose blocks are all on the device at once asks for memory, which
+    it does not use, until an SM holds no more than its share.  0 where nothing is to be held.
     """
     share = -(-grid[0] * grid[1] * grid[2] // facts.n_sms)
     if not spec.spread or facts.is_simulator or facts.cc < (9, 0) or not 1 < share < spec.blocks_per_sm:

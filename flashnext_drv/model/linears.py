@@ -47,8 +47,8 @@ class Member:
     def n_warps(self) -> int:
         """Blocks of linear_gemv: 32 outputs each, of as many units as make a block worth its beginning.
 
-        What a block finds out first, and its first read of memory, cost as much as 20 k steps; but as long as
-        all blocks are on the device at once, more of them are faster than longer ones.
+        What a block finds out first, and its first read of memory, cost as much as many k steps; but as long
+        as all blocks are on the device at once, more of them are faster than longer ones.
         """
         blocks, steps = (self.n + 31) // 32 * self.units, self.k // self.units // 16
         at_once, most = 1, min(self.units, blocks // MANY_BLOCKS)

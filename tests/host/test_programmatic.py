@@ -45,33 +45,32 @@ def arguments(function: str, text: str) -> list[str]:
     return out
 
 
-# Their wait stands in a helper, behind the loads of the first weights; their last statement hands over to it
-# what is read behind it.
-IN_HELPER = ("linear_gemv", "moe_gemv")
+# Their wait stands in a helper, behind the loads of the first weights: kernel -> (the helper's file, "" for
+# its own, and how the last statement of the body begins, which hands over what is read behind the wait).
+IN_HELPER = {"linear_gemv": ("", "LinearDot dot{"), "moe_gemv": ("moe/gemv_slot.cuh", "fn_slot_dot(")}
 LEAVES = r"\{\s*fn_wait_prior\(\);\s*return;\s*\}"
 
 
-def parts(spec: KernelSpec, text: str) -> tuple[list[str], str]:
-    """(what stands before and behind each wait of a body, what of it is checked before the first)."""
-    whole = body(text)
-    if not spec.name.startswith(IN_HELPER):
-        found = re.split(r"\bfn_wait_prior\(\)", whole)
-        return found, found[0]
-    checked = re.sub(LEAVES, ";", whole)
-    if spec.name.startswith("linear_gemv"):
-        checked = checked.partition("LinearDot dot{")[0]
-    else:
-        checked = checked.partition("fn_slot_dot(")[0]
-    return [checked, ""], checked
+def parts(spec: KernelSpec, text: str, helper: str = "") -> tuple[int, str, str]:
+    """(waits of a thread that does not leave, what stands before them, what behind).  helper: instead of the
+    text of the file that IN_HELPER names."""
+    name = next((name for name in IN_HELPER if spec.name.startswith(name)), "")
+    if not name:
+        before, *behind = re.split(r"\bfn_wait_prior\(\)", body(text))
+        return len(behind), before, behind[-1] if behind else ""
+    file, handed_over = IN_HELPER[name]
+    if file:
+        text += helper or (SOURCES / file).read_text(encoding="utf-8")
+    n_waits = len(re.findall(r"\bfn_wait_prior\(\)", re.sub(LEAVES, ";", code_of(text))))
+    return n_waits, re.sub(LEAVES, ";", body(text)).partition(handed_over)[0], ""
 
 
-def complaints(spec: KernelSpec, text: str) -> list[str]:
+def complaints(spec: KernelSpec, text: str, helper: str = "") -> list[str]:
     """What a programmatic kernel's source does wrong."""
     said = []
-    (*_, behind), before = parts(spec, text)
+    n_waits, before, behind = parts(spec, text, helper)
     for given in arguments("fn_prefetch_l2", before):  # reads nothing: brings to L2 what is current there
         before = before.replace(f"fn_prefetch_l2({given})", "")
-    n_waits = len(parts(spec, text)[0]) - 1
     if n_waits != 1:
         return [f"fn_wait_prior is called at {n_waits} places, not at one"]
     setup = r"\s*(using namespace FN_NAMESPACE;\s*|using namespace fn_unit;\s*|FN_SHARED\([^;]*\);\s*"
@@ -192,6 +191,20 @@ def test_the_rule_sees(old: str, new: str, words: str) -> None:
     assert old in GOOD
     said = complaints(spec, GOOD.replace(old, new, 1))
     assert any(words in one for one in said), said
+
+
+@pytest.mark.parametrize("name", ["linear_gemv_n8", "moe_gemv_gu", "moe_gemv_down"])
+def test_the_rule_sees_waits_of_helpers(name: str) -> None:
+    spec, wait = BY_NAME[name], r"\bfn_wait_prior\(\);"
+    kernel = (SOURCES / spec.source).read_text(encoding="utf-8")
+    slots = (SOURCES / "moe/gemv_slot.cuh").read_text(encoding="utf-8")
+    assert not complaints(spec, kernel, slots)
+    without = [re.sub(wait, ";", text, count=1) for text in (kernel, slots)]  # the first one of each file
+    if name == "linear_gemv_n8":
+        assert "at 0 places" in complaints(spec, without[0])[0]
+    else:
+        assert "at 0 places" in complaints(spec, kernel, without[1])[0]
+        assert any("return without" in one for one in complaints(spec, without[0], slots))
 
 
 def test_constants_are_pointers_that_are_only_read() -> None:
