@@ -1,24 +1,32 @@
-// deep.cuh: products of prompt kernels: 128 outputs of a weight matrix with a tile of 64 or 128 rows.
+// deep.cuh: products of prompt kernels: 128 outputs of a weight matrix with a tile of up to 256 rows.
 //
-// A block is 384 threads: eight warps that compute 16 outputs each, and four that load.  The sums are those of
-// linear_gemv and linear_finish, byte for byte: one chain of k16 mma steps a unit, k rising, from zero (orders
+// A block is 384 threads: eight warps that compute 16 outputs each, and four of which two load.  The sums are those
+// of linear_gemv and linear_finish, byte for byte: one chain of k16 mma steps a unit, k rising, from zero (orders
 // exl3_dot_v1, plain_dot_v1), units added by part_sum_v1.
-//   sm_90a   a loading warp brings weights and rows of 64 k at a time into a ring in shared memory (bulk copies,
-//            mbarriers); a warpgroup decodes the weights of 64 outputs into an operand image while the wgmma of the
-//            64 k before run.  bf16 weights take mma.sync there too: their operand has two halves.
-//   else     all threads copy the rows of 64 k; weights come from memory; mma.sync.
+//   sm_90a   the loading warps bring weights and rows of 64 k at a time into a ring in shared memory (bulk copies,
+//            mbarriers), also for the product after the present one.  A warpgroup decodes the weights of 64 outputs
+//            into registers, the A operand of wgmma.  On an H200 a scheduler that starts instructions of a decode and
+//            a wgmma at once does both in the time of one after the other, so what counts is rows a decoded weight:
+//            "wide" products take 256, with the sums of units in shared memory; the others 128 or 64.
+//            bf16 weights take mma.sync there too: their operand has two halves.
+//   else     all threads copy the rows of 64 k; weights come from memory; mma.sync, 64 or 128 rows at a time.
 //
-// Use, by all threads of the block:
+// Use, by all threads of the block, which strides over the tiles of the launch:
 //   FN_SHARED(Kernel's struct with an FnDeepShared, s);
-//   FnDeep<...> deep(s.deep);
-//   if (deep.loads()) {
-//       deep.begin_loads();  for all dots, in order: deep.load(n, weights, rows), n > 64 for ROW_TILES 16;  return;
-//   }
-//   deep.begin_dots();
-//   float sum[ROW_TILES][4];     8 or 16
-//   deep.dot(weights, rows, sum);  deep.spill(sum);  read s.deep.tile, as warps below FN_DEEP_WARPS;  deep.meet();
-// After dot, sum[j][i] of a computing warp is output 16 warp + lane / 4 + 8 (i >> 1) of the tile and row
-// 8 j + 2 (lane & 3) + (i & 1); after spill, tile[row][output] holds it.  meet: before the next spill.
+//   Tiles tiles(...);
+//   FnDeep<KIND>(s.deep).run(tiles);
+// Tiles has
+//   PRODUCTS                        of a tile, one after the other
+//   count()                         tiles of the launch
+//   take(i)                         from now on tile i; false: there is nothing to do.  Tiles of more than 128 rows
+//                                   come before all others
+//   weights(p), rows(p)             of product p
+//   begin(p, n)                     by the threads that compute, before the product of the tile's n rows
+//   finish(deep, p, first, n)       by all warps that compute: rows first .. first + n - 1 of product p's tile are
+//                                   there, for deep.output, or a warp's own 16 of every 128 for deep.rotate, quad
+//                                   and store_rotated
+// All wide products of a block come before its others: they use the shared memory differently.  What is not wide is
+// taken in parts of 128 rows.
 //
 // Alignment: trellis and plain data 16 bytes, tile images 1024.
 #pragma once
@@ -26,13 +34,14 @@
 #include "hopper.cuh"
 
 #define FN_DEEP_THREADS 384u
-#define FN_DEEP_WARPS 8u       // that compute
-#define FN_DEEP_LOADERS 4u     // warps that load
-#define FN_DEEP_ALL 0u         // kinds of weights
+#define FN_DEEP_WARPS 8u      // that compute
+#define FN_DEEP_ALL 0u        // kinds of weights
 #define FN_DEEP_PLAIN 1u
 #define FN_DEEP_EXL3 2u
-#define FN_DEEP_ROWS 128u      // of a whole tile
-#define FN_DEEP_PITCH 132u     // floats between rows of the finished tile: stores and loads spread over the banks
+#define FN_DEEP_ROWS 256u     // of a whole tile
+#define FN_DEEP_STAGES 4u     // of the ring where a product is not wide: a slot of rows, one of weights
+#define FN_DEEP_HALVES 5u     // slots of the ring of a wide product: 128 rows of 64 k
+#define FN_DEEP_WORDS 6144u   // most bytes of 128 outputs and 64 k there
 
 // The weights of a tile of 128 outputs.  Warp i takes outputs 16 n(i) .. + 15, n(i) = first + (i / 2) step + i % 2:
 // a plain linear has step 2.  Warps with n(i) >= limit have nothing: their sums mean nothing.
@@ -49,25 +58,26 @@ struct FnDeepRows {
   u32 k_blocks, live;
 };
 
-template <u32 STAGES, u32 WEIGHT_BYTES> struct FnDeepShared {
+struct FnDeepShared {
 #ifdef FN_HOPPER
-    u8 rows[STAGES][16384];            // two images
-    u8 weights[STAGES][WEIGHT_BYTES];  // of 64 k: EXL3 [step][warp], plain [warp][step]
-    float tile[FN_DEEP_ROWS][FN_DEEP_PITCH];
-    u64 full[STAGES], empty[STAGES];
+    // The finished tile, and a wide product's sums, from the first slot on; the ring of a wide product in the last
+    // five, that of others from the fifth on: their tile is half as large.
+    u8 slots[13][16384];
+    u8 words[3][FN_DEEP_WORDS];  // weights of a wide product: [step][warp]
+    u64 full[FN_DEEP_HALVES], empty[FN_DEEP_HALVES], idle;
 #else
-    u8 rows[1][16384];
-    float tile[FN_DEEP_ROWS][FN_DEEP_PITCH];
+    u8 slots[4][16384];  // the finished tile of 128 rows
+    u8 rows[16384];      // two images
 #endif
 };
 
 // ---- one step ---------------------------------------------------------------------------------------------
 
-template <u32 W2, u32 CODEBOOK>
-FN_DEVICE void fn_deep_decode(const u8* tile, u32 stride, u32 n_steps, u32 (&a)[4][4]) {
+template <u32 W2, u32 CODEBOOK, u32 STEPS>
+FN_DEVICE void fn_deep_decode(const u8* tile, u32 stride, u32 n_steps, u32 (&a)[STEPS][4]) {
     FnRing<W2> ring(fn_thread_here() & 31u);
 #pragma unroll
-    for (u32 s = 0; s < 4; s++) {
+    for (u32 s = 0; s < STEPS; s++) {
         if (s >= n_steps) return;
         u32 words[FnRing<W2>::kLoads], state[8];
         ring.load_any(tile + s * stride, words);
@@ -79,10 +89,11 @@ FN_DEVICE void fn_deep_decode(const u8* tile, u32 stride, u32 n_steps, u32 (&a)[
     }
 }
 
-// Plain weights of up to four k steps; NaN where the format is none that is known.
-FN_DEVICE void fn_deep_plain(bool known, const u8* at, u32 stride, u32 n_steps, u32 (&a)[4][4]) {
+// Plain weights of up to STEPS k steps; NaN where the format is none that is known.
+template <u32 STEPS>
+FN_DEVICE void fn_deep_plain(bool known, const u8* at, u32 stride, u32 n_steps, u32 (&a)[STEPS][4]) {
 #pragma unroll
-    for (u32 s = 0; s < 4; s++) {
+    for (u32 s = 0; s < STEPS; s++) {
         if (s >= n_steps) return;
         uint4 w = make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);
         if (known) w = fn_ld(reinterpret_cast<const uint4*>(at + s * stride) + (fn_thread_here() & 31u));
@@ -90,10 +101,10 @@ FN_DEVICE void fn_deep_plain(bool known, const u8* at, u32 stride, u32 n_steps, 
     }
 }
 
-// The mma operands of up to four k steps of one warp's 16 outputs.  at: its words at the first step; stride: bytes
+// The mma operands of up to STEPS k steps of one warp's 16 outputs.  at: its words at the first step; stride: bytes
 // to the next step's.
-template <u32 KIND>
-FN_DEVICE void fn_deep_operand(u32 format, const u8* at, u32 stride, u32 n_steps, u32 (&a)[4][4]) {
+template <u32 KIND, u32 STEPS>
+FN_DEVICE void fn_deep_operand(u32 format, const u8* at, u32 stride, u32 n_steps, u32 (&a)[STEPS][4]) {
 #define FN_TRELLIS(w2, codebook)                                  \
     case FN_FORMAT_EXL3 | w2 << 8 | codebook << 16:               \
         fn_deep_decode<w2, codebook>(at, stride, n_steps, a);     \
@@ -136,20 +147,23 @@ template <u32 W2, u32 CODEBOOK> struct FnDeepTrellis {
         a[3] = fn_codebook2<CODEBOOK>(state[6], state[7]);
     }
 };
-// The same for any format, decoded at once: for those that are rare, as each form above is a loop of its own.
+// The same for any format: for those that are rare, as each form above is a loop of its own.
 template <u32 KIND> struct FnDeepAny {
-    u32 format, done[4][4];
+    const u8* at;
+    u32 format, stride;
 
-    FN_DEVICE explicit FnDeepAny(u32 format) : format(format) {}
+    FN_DEVICE explicit FnDeepAny(u32 format) : at(nullptr), format(format), stride(512u) {}
     FN_DEVICE void load(const u8* stage, u32 warp) {
         bool exl3 = KIND != FN_DEEP_PLAIN && (format & 255u) == FN_FORMAT_EXL3;
         u32 bytes = exl3 ? 16u * (format >> 8 & 255u) : 512u;
-        fn_deep_operand<KIND>(format, stage + warp * (exl3 ? bytes : 2048u), exl3 ? FN_DEEP_WARPS * bytes : 512u, 4u,
-                              done);
+        at = stage + warp * (exl3 ? bytes : 2048u);
+        if (exl3) stride = FN_DEEP_WARPS * bytes;
     }
     FN_DEVICE void operand(u32 step, u32 (&a)[4]) const {
+        u32 one[1][4];
+        fn_deep_operand<KIND>(format, at + step * stride, stride, 1u, one);
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) a[i] = done[step][i];
+        for (u32 i = 0; i < 4; i++) a[i] = one[0][i];
     }
 };
 #endif
@@ -223,76 +237,132 @@ template <u32 ROW_TILES> struct FnDeepSum {
 // ---- the walk over K --------------------------------------------------------------------------------------
 
 // KIND: what weights there may be; less means less code.
-template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
-    Shared& s;
-    u32 i_block;  // blocks of up to 64 k that went through the ring so far
+template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
+    FnDeepShared& s;
+    u32 slot = 0, stage = 0;  // of the ring; of the words beside it
+    u32 parity = 0;           // a bit a slot: of the phase of its barriers that comes next
+    u32 first_row = 0;        // of the rows that lie in the finished tile
+    bool all_wide = true;     // of the block's tiles of more than 128 rows
 
-    FN_DEVICE FnDeep(Shared& shared) : s(shared), i_block(0) {
+    FN_DEVICE explicit FnDeep(FnDeepShared& shared) : s(shared) {
 #ifdef FN_HOPPER
         if (threadIdx.x == 0) {
 #pragma unroll
-            for (u32 i = 0; i < STAGES; i++) {
-                fn_barrier_init(&s.full[i], 1u);
+            for (u32 i = 0; i < FN_DEEP_HALVES; i++) {
+                fn_barrier_init(&s.full[i], LOADERS);
                 fn_barrier_init(&s.empty[i], FN_DEEP_WARPS);
             }
+            fn_barrier_init(&s.idle, FN_DEEP_WARPS);
             fn_barrier_init_fence();
         }
         __syncthreads();
 #endif
     }
 
-    // Whether this thread only loads.
-    FN_DEVICE bool loads() const {
+    template <class Tiles> FN_DEVICE void run(Tiles& tiles) {
 #ifdef FN_HOPPER
-        return threadIdx.x >= 32u * FN_DEEP_WARPS;
-#else
-        return false;
-#endif
-    }
-    // Registers go from the threads that load to those that compute.  First thing of each, before their loops: where
-    // both ways meet again ptxas would give nobody more than an even share.
-    FN_DEVICE void begin_loads() const {
-#ifdef FN_HOPPER
-        fn_registers_give<40>();
-#endif
-    }
-    FN_DEVICE void begin_dots() const {
-#ifdef FN_HOPPER
-        fn_registers_take<232>();
-#endif
-    }
-
-    template <u32 ROW_TILES>
-    FN_DEVICE void dot(const FnDeepWeights& w, const FnDeepRows& rows, float (&sum)[ROW_TILES][4]) {
-#ifdef FN_HOPPER
-        // One value for the warp, and the compiler is told so: wgmma under a branch that could divide the warp would
-        // be run one by one.
-        Walk walk;
-        walk.segments = fn_shfl(w.segments, 0u);
-        walk.leaves = fn_shfl(w.leaves, 0u);
-        walk.units = walk.leaves * walk.segments;
-        walk.steps = fn_shfl(w.k, 0u) / 16u / walk.units;
-        walk.format = fn_shfl(w.w.format, 0u);
-        if (walk.steps % 4u || walk.format == FN_FORMAT_BF16) {
-            by_steps<ROW_TILES>(walk, sum);
+        u32 turn = 0;
+        // Registers go from the threads that load to those that compute.  Where both ways met again, or wide products
+        // stood in one loop with others, ptxas would spill.
+        if (threadIdx.x >= 32u * FN_DEEP_WARPS) {
+            fn_registers_give<40>();
+            if (threadIdx.x >= 32u * (FN_DEEP_WARPS + LOADERS)) return;
+            if constexpr (KIND != FN_DEEP_PLAIN) {
+                load_all<true>(tiles, turn);
+                fn_barrier_wait(&s.idle, 0u);
+                slot = 0;
+                if (!all_wide) turn = 0;
+            }
+            load_all<false>(tiles, turn);
             return;
         }
-#define FN_TRELLIS(w2) \
-    case FN_FORMAT_EXL3 | w2 << 8 | 2u << 16: by_blocks<ROW_TILES, FnDeepTrellis<w2, 2>>(walk, sum); return;
+        fn_registers_take<232>();
         if constexpr (KIND != FN_DEEP_PLAIN) {
-            switch (walk.format) {
-                FN_TRELLIS(2) FN_TRELLIS(3) FN_TRELLIS(4) FN_TRELLIS(5) FN_TRELLIS(6) FN_TRELLIS(7) FN_TRELLIS(8)
-                FN_TRELLIS(10) FN_TRELLIS(12) FN_TRELLIS(14) FN_TRELLIS(16)
-            }
+            compute_all<true>(tiles, turn);
+            leave(&s.idle);
+            slot = 0;
+            if (!all_wide) turn = 0;
         }
-#undef FN_TRELLIS
-        by_blocks<ROW_TILES, FnDeepAny<KIND>>(walk, sum);  // mcg, 3inst, f16
+        compute_all<false>(tiles, turn);
 #else
-        walk(w, rows, sum);
+        for (u32 i = blockIdx.x; i < tiles.count(); i += gridDim.x)
+            if (tiles.take(i))
+                for (u32 p = 0; p < Tiles::PRODUCTS; p++) compute(tiles, p);
 #endif
     }
 
-    // The warps that compute (elsewhere than on sm_90a: the block) wait for each other.
+    // The finished tile.
+    FN_DEVICE float output(u32 row, u32 output) const { return *tile(row, output); }
+    // Outputs 4 lane .. + 3 of a row.
+    FN_DEVICE float4& quad(u32 row) const {
+        return *reinterpret_cast<float4*>(tile(row, 4u * (fn_thread_here() & 31u)));
+    }
+    // Rows of a warp in the 128 from `first` on: the first of them.
+    FN_DEVICE u32 own_row(u32 first) const { return first + 16u * (fn_thread_here() >> 5); }
+    // The bytes of fn_hadamard128 for the warp's own 16 rows from `row` on: half a row a lane.
+    FN_DEVICE void rotate(u32 row) const {
+        u32 lane = fn_thread_here() & 31u, upper = lane >> 4;
+        const float sign = upper ? -1.f : 1.f;
+        float v[64];
+        row += lane & 15u;
+#pragma unroll
+        for (u32 j = 0; j < 16; j++) {
+            float4 f = *reinterpret_cast<const float4*>(tile(row, 64u * upper + 4u * j));
+            v[4u * j] = f.x, v[4u * j + 1u] = f.y, v[4u * j + 2u] = f.z, v[4u * j + 3u] = f.w;
+        }
+#pragma unroll
+        for (u32 bit = 1; bit < 64u; bit <<= 1)
+#pragma unroll
+            for (u32 i = 0; i < 64; i++) {
+                if (i & bit) continue;
+                float a = v[i], b = v[i | bit];
+                v[i] = fn_add(a, b);
+                v[i | bit] = fn_sub(a, b);
+            }
+#pragma unroll
+        for (u32 i = 0; i < 64; i++)  // the other half + or - this one, rounded once
+            v[i] = fn_mul(fn_fma(v[i], sign, fn_shfl_xor(v[i], 16u)), 0.088388347648f);
+#pragma unroll
+        for (u32 j = 0; j < 16; j++)
+            *reinterpret_cast<float4*>(tile(row, 64u * upper + 4u * j)) =
+                make_float4(v[4u * j], v[4u * j + 1u], v[4u * j + 2u], v[4u * j + 3u]);
+        __syncwarp();
+    }
+    // Hadamard, * svh, + bias where there is one: rows first .. first + n - 1 to `to`, which is that of row 0; pitch:
+    // floats between rows.  As fn_linear_finish_block.
+    FN_DEVICE void store_rotated(u32 first, u32 n, const u16* svh, const u16* bias, float* to, u64 pitch) const {
+        u32 lane = fn_thread_here() & 31u, end = first + n;
+        float scale[4], more[4] = {0.f, 0.f, 0.f, 0.f};
+        fn_load_h4(svh + 4u * lane, scale);
+        if (bias) fn_load_h4(bias + 4u * lane, more);
+#pragma unroll 1
+        for (; first < end; first += 128u) {
+            u32 row = own_row(first), stop = fn_min_u32(row + 16u, end);
+            if (row >= end) continue;
+            rotate(row);
+#pragma unroll 4
+            for (; row < stop; row++) {
+                float4 q = quad(row);
+                q = make_float4(fn_mul(q.x, scale[0]), fn_mul(q.y, scale[1]), fn_mul(q.z, scale[2]),
+                                fn_mul(q.w, scale[3]));
+                if (bias)
+                    q = make_float4(fn_add(q.x, more[0]), fn_add(q.y, more[1]), fn_add(q.z, more[2]),
+                                    fn_add(q.w, more[3]));
+                *reinterpret_cast<float4*>(to + (u64)row * pitch + 4u * lane) = q;
+            }
+        }
+    }
+
+  private:
+    static FN_DEVICE u32 step_bytes(u32 format) {  // of one tile of 16 outputs and one k step
+        return (format & 255u) == FN_FORMAT_EXL3 ? 16u * (format >> 8 & 255u) : 512u;
+    }
+    // Chunks of four outputs are exchanged by the row: stores of a mma's sums and loads of rows spread over the banks.
+    FN_DEVICE float* tile(u32 row, u32 output) const {
+        u32 in_part = row - first_row;
+        return reinterpret_cast<float*>(s.slots) + in_part * 128u + (output ^ (in_part & 7u) << 2);
+    }
+    // The computing warps (elsewhere than on sm_90a: the block) wait for each other.
     FN_DEVICE void meet() const {
 #ifdef FN_HOPPER
         fn_named_barrier(1u, 32u * FN_DEEP_WARPS);
@@ -301,139 +371,375 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
 #endif
     }
 
-    // sum -> tile[row][output], for all to read.
-    template <u32 ROW_TILES> FN_DEVICE void spill(const float (&sum)[ROW_TILES][4]) {
-        u32 thread = fn_thread_here(), lane = thread & 31u, warp = thread >> 5;
+    // sum[j][i] of a computing warp is output 16 warp + lane / 4 + 8 (i >> 1) and row 8 j + 2 (lane & 3) + (i & 1):
+    // to rows `first` of the finished tile and those behind it.
+    template <u32 ROW_TILES> FN_DEVICE void spill(const float (&sum)[ROW_TILES][4], u32 first) {
+        u32 thread = fn_thread_here(), lane = thread & 31u, at = 16u * (thread >> 5) + (lane >> 2);
+        float* to = reinterpret_cast<float*>(s.slots) + (first + 2u * (lane & 3u)) * 128u;
+        u32 turned = 8u * (lane & 3u);  // of even rows
+#pragma unroll
+        for (u32 j = 0; j < ROW_TILES; j++)
+#pragma unroll
+            for (u32 i = 0; i < 4; i++)
+                to[(8u * j + (i & 1u)) * 128u + ((at + 8u * (i >> 1)) ^ turned ^ 4u * (i & 1u))] = sum[j][i];
+    }
+
 #ifdef FN_HOPPER
-        meet();  // nobody's products read their weights in there any more
-#endif
-        if (warp < FN_DEEP_WARPS) {
-            float* at = &s.tile[2u * (lane & 3u)][16u * warp + (lane >> 2)];
+    enum : u32 { LOADERS = 2 };  // warps: one brings rows, one weights
+    struct Walk { u32 format, leaves, segments, units, steps; };  // steps: k steps of a unit
+
+    FN_DEVICE u8* rows_at(u32 stage) const { return s.slots[4u + 2u * stage]; }
+    FN_DEVICE u8* weights_at(u32 stage) const { return s.slots[5u + 2u * stage]; }
+    FN_DEVICE u8* half_at(u32 slot) const { return s.slots[8u + slot]; }
+
+    // Units are whole blocks of 64 k in one leaf, and the words fit.
+    static FN_DEVICE bool is_wide(const FnDeepWeights& w, u32 live) {
+        u32 width = w.w.format >> 8 & 255u;
+        return live > 128u && (w.w.format & 0xff00ffu) == (FN_FORMAT_EXL3 | 2u << 16) && 512u * width <= FN_DEEP_WORDS &&
+               w.leaves == 1u && w.k % (64u * w.segments) == 0;
+    }
+    // All products of a tile are wide, or none.
+    template <class Tiles> static FN_DEVICE bool is_wide_tile(const Tiles& tiles) {
+        bool wide = true;
 #pragma unroll
-            for (u32 j = 0; j < ROW_TILES; j++)
-#pragma unroll
-                for (u32 i = 0; i < 4; i++)
-                    at[(8u * j + (i & 1u)) * FN_DEEP_PITCH + 8u * (i >> 1)] = sum[j][i];
+        for (u32 p = 0; p < Tiles::PRODUCTS; p++) wide = wide && is_wide(tiles.weights(p), tiles.rows(0).live);
+        return wide;
+    }
+    // The block's next tile for this form from turn `turn` on.  Turns go round by one block: what has a period in the
+    // order of tiles does not always meet the same block.
+    template <bool WIDE, class Tiles> FN_DEVICE bool take(Tiles& tiles, u32& turn) {
+        u32 count = tiles.count();
+        for (; turn * gridDim.x < count; turn++) {
+            u32 i = turn * gridDim.x + (blockIdx.x + turn) % gridDim.x;
+            if (i >= count || !tiles.take(i)) continue;
+            if (KIND == FN_DEEP_PLAIN) return true;
+            if (WIDE && tiles.rows(0).live <= 128u) return false;  // none comes behind it
+            if (is_wide_tile(tiles) == WIDE) return true;
+            if (WIDE) all_wide = false;
         }
-        meet();
+        return false;
     }
-
-  private:
-    static FN_DEVICE u32 step_bytes(u32 format) {  // of one tile of 16 outputs and one k step
-        return (format & 255u) == FN_FORMAT_EXL3 ? 16u * (format >> 8 & 255u) : 512u;
-    }
-
-#ifdef FN_HOPPER
-    enum : u32 { STAGES = sizeof(Shared::full) / 8u };
-    // A stage is always the same warp's: another's could be two phases behind, which a wait by parity takes for done.
-    static_assert(STAGES == FN_DEEP_LOADERS, "stages and loading warps");
-
-  public:
-    // The four loading warps take the blocks in turn; lanes 0 .. 15 each start one of a stage's copies.
-    FN_DEVICE void load(u32 n_rows, const FnDeepWeights& w, const FnDeepRows& rows) {
-        u32 images = n_rows > 64u ? 2u : 1u;
-        u32 thread = fn_thread_here(), lane = thread & 31u, turn = (thread >> 5) - FN_DEEP_WARPS;
-        u32 units = w.leaves * w.segments, steps = w.k / 16u / units, tiles = w.n / 16u;
-        bool exl3 = fn_is_exl3(w.w);
-        u32 bytes = step_bytes(w.w.format), of_warp = w.tile(lane & 7u), n_warps = 0;
-        if (!exl3) n_warps = fn_popc(fn_ballot(lane < FN_DEEP_WARPS && of_warp < w.limit));
-        const u8* data = reinterpret_cast<const u8*>(w.w.data);
-        u32 end = units * steps, next = steps;
-        for (u32 at = 0; at < end; i_block++) {
-            u32 first = at, to = fn_min_u32((at & ~3u) + 4u, next), n = to - at, stage = i_block % STAGES;
-            at = to;
-            if (at == next) next += steps;
-            if (i_block % FN_DEEP_LOADERS != turn) continue;
-            if (i_block >= STAGES) fn_barrier_wait(&s.empty[stage], (i_block / STAGES - 1u) & 1u);
-            u64* full = &s.full[stage];
-            u32 expected = 8192u * images + n * bytes * (exl3 ? FN_DEEP_WARPS : n_warps);
-            if (lane == 0) fn_barrier_expect(full, expected);
-            __syncwarp();
-            if (lane < images) {
-                const u16* from = rows.x + ((u64)lane * rows.k_blocks + (first >> 2)) * 4096u;
-                fn_bulk_copy(s.rows[stage] + 8192u * lane, from, 8192u, full);
-            } else if (exl3 && lane >= 8u && lane < 8u + n) {
-                u32 i = lane - 8u;
-                const u8* from = data + ((u64)(first + i) * tiles + w.first) * bytes;
-                fn_bulk_copy(s.weights[stage] + i * FN_DEEP_WARPS * bytes, from, FN_DEEP_WARPS * bytes, full);
-            } else if (!exl3 && lane >= 8u && lane < 16u && of_warp < w.limit) {
-                const u8* from = data + ((u64)of_warp * (w.k / 16u) + first) * 512u;
-                fn_bulk_copy(s.weights[stage] + 2048u * (lane & 7u), from, 512u * n, full);
+    template <bool WIDE, class Tiles> FN_DEVICE void load_all(Tiles& tiles, u32& turn) {
+#pragma unroll 1
+        for (; take<WIDE>(tiles, turn); turn++) {
+#pragma unroll 1
+            for (u32 p = 0; p < Tiles::PRODUCTS; p++) {
+                const FnDeepWeights w = tiles.weights(p);
+                FnDeepRows rows = tiles.rows(p);
+                if constexpr (WIDE) {
+                    load_wide(w, rows);
+                } else {
+                    u32 live = rows.live;
+                    for (u32 first = 0; first < live; first += 128u) {
+                        rows.live = fn_min_u32(live - first, 128u);
+                        load(w, rows);
+                        rows.x += (u64)128u * rows.k_blocks * 64u;
+                    }
+                }
             }
         }
     }
-
-  private:
-    struct Walk { u32 format, leaves, segments, units, steps; };  // steps: k steps of a unit
-
-    // Decoded weights of the present block of n steps; waits for its stage.
-    FN_DEVICE void decode_steps(u32 format, u32 n, u32 (&a)[4][4]) {
-        u32 bytes = step_bytes(format), stage = i_block % STAGES, warp = fn_thread_here() >> 5;
-        fn_barrier_wait(&s.full[stage], (i_block / STAGES) & 1u);
-        bool exl3 = (format & 255u) == FN_FORMAT_EXL3;
-        const u8* at = s.weights[stage] + warp * (exl3 ? bytes : 2048u);
-        fn_deep_operand<KIND>(format, at, exl3 ? FN_DEEP_WARPS * bytes : 512u, n, a);
+    template <bool WIDE, class Tiles> FN_DEVICE void compute_all(Tiles& tiles, u32& turn) {
+#pragma unroll 1
+        for (; take<WIDE>(tiles, turn); turn++) {
+#pragma unroll 1
+            for (u32 p = 0; p < Tiles::PRODUCTS; p++) {  // one text for all
+                const FnDeepWeights w = tiles.weights(p);
+                // One value for the warp, and the compiler is told so: wgmma under a branch that could divide the warp
+                // would be run one by one.
+                Walk walk;
+                walk.segments = fn_shfl(w.segments, 0u);
+                walk.leaves = fn_shfl(w.leaves, 0u);
+                walk.units = walk.leaves * walk.segments;
+                walk.steps = fn_shfl(w.k, 0u) / 16u / walk.units;
+                walk.format = fn_shfl(w.w.format, 0u);
+                u32 live = fn_shfl(tiles.rows(p).live, 0u);
+                tiles.begin(p, live);
+                first_row = 0;
+                if constexpr (WIDE) {
+                    wide(tiles, p, walk, live);
+                } else {
+#pragma unroll 1
+                    for (; first_row < live; first_row += 128u) {
+                        u32 n = fn_min_u32(live - first_row, 128u);
+                        if (n <= 64u)
+                            of_part<8>(tiles, p, walk, n);
+                        else
+                            of_part<16>(tiles, p, walk, n);
+                    }
+                }
+            }
+        }
     }
-    // The barrier counts warps: lane 0 arrives when all lanes of its warp have read.
-    FN_DEVICE void release(u32 block) {
+    template <u32 SLOTS> FN_DEVICE void next_slot() {
+        if (++slot == SLOTS) slot = 0;
+    }
+    // A barrier that counts warps: lane 0 arrives when all lanes of its warp have read.
+    FN_DEVICE void leave(u64* barrier) const {
         __syncwarp();
-        if ((fn_thread_here() & 31u) == 0) fn_barrier_arrive(&s.empty[block % STAGES]);
+        if ((fn_thread_here() & 31u) == 0) fn_barrier_arrive(barrier);
+    }
+    // Until the present slot is filled.
+    FN_DEVICE void arrive() {
+        fn_barrier_wait(&s.full[slot], parity >> slot & 1u);
+        parity ^= 1u << slot;
     }
 
-    // Units are whole blocks of 64 k.  A block's weights are decoded into one of two operand images of the warpgroup
-    // (they lie where the finished tile comes to lie) while the products of the block before run, also across units.
+    // ---- loading
+
+    // Until the present slot is empty.
+    FN_DEVICE void await() {
+        fn_barrier_wait(&s.empty[slot], parity >> slot & 1u ^ 1u);
+        parity ^= 1u << slot;
+    }
+    // Lanes 0 .. n - 1 each start a copy into the present slot.
+    FN_DEVICE void bring(u32 n, u32 bytes, u8* to, const u8* from, u64 stride) {
+        u32 lane = fn_thread_here() & 31u;
+        if (lane == 0) fn_barrier_expect(&s.full[slot], n * bytes);
+        __syncwarp();
+        if (lane < n) fn_bulk_copy(to + lane * bytes, from + lane * stride, bytes, &s.full[slot]);
+    }
+
+    FN_DEVICE void load_wide(const FnDeepWeights& w, const FnDeepRows& rows) {
+        u32 turn = (fn_thread_here() >> 5) - FN_DEEP_WARPS;
+        const u8* x = reinterpret_cast<const u8*>(rows.x);
+        u32 tiles = w.n / 16u, bytes = step_bytes(w.w.format), images = (rows.live + 63u) / 64u;
+        const u8* data = reinterpret_cast<const u8*>(w.w.data) + (u64)w.first * bytes;
+        u64 of_image = 8192ull * rows.k_blocks, of_step = (u64)tiles * bytes;
+        for (u32 b = w.k / 64u; b; b--, x += 8192u, data += 4u * of_step) {
+            await();
+            if (turn == 0)
+                bring(2u, 8192u, half_at(slot), x, of_image);
+            else
+                bring(4u, FN_DEEP_WARPS * bytes, s.words[stage], data, of_step);
+            next_slot<FN_DEEP_HALVES>();
+            await();
+            if (turn == 0)
+                bring(images - 2u, 8192u, half_at(slot), x + 2u * of_image, of_image);
+            else if ((fn_thread_here() & 31u) == 0)
+                fn_barrier_arrive(&s.full[slot]);
+            next_slot<FN_DEEP_HALVES>();
+            if (++stage == 3u) stage = 0;
+        }
+    }
+    FN_DEVICE void load(const FnDeepWeights& w, const FnDeepRows& rows) {
+        const u8* x = reinterpret_cast<const u8*>(rows.x);
+        u32 turn = (fn_thread_here() >> 5) - FN_DEEP_WARPS, k_blocks = rows.k_blocks, images = rows.live > 64u ? 2u : 1u;
+        u32 lane = fn_thread_here() & 31u, units = w.leaves * w.segments, steps = w.k / 16u / units;
+        bool exl3 = fn_is_exl3(w.w);
+        u32 bytes = step_bytes(w.w.format), of_warp = w.tile(lane & 7u);
+        u32 n_warps = fn_popc(fn_ballot(lane < FN_DEEP_WARPS && of_warp < w.limit));
+        const u8* data = reinterpret_cast<const u8*>(w.w.data);
+        u64 of_step = (u64)(w.n / 16u) * bytes;
+        if (exl3)
+            data += (u64)w.first * bytes;
+        else
+            data += (u64)of_warp * (w.k / 16u) * 512u;
+        u32 end = units * steps, next = steps;
+        for (u32 at = 0; at < end;) {
+            u32 to = fn_min_u32((at & ~3u) + 4u, next), n = to - at;
+            await();
+            if (turn == 0) {
+                bring(images, 8192u, rows_at(slot), x + 8192u * (at >> 2), 8192ull * k_blocks);
+            } else if (exl3) {
+                bring(n, FN_DEEP_WARPS * bytes, weights_at(slot), data + at * of_step, of_step);
+            } else {  // a warp's steps lie one behind the other
+                if (lane == 0) fn_barrier_expect(&s.full[slot], n_warps * n * 512u);
+                __syncwarp();
+                if (lane < FN_DEEP_WARPS && of_warp < w.limit)
+                    fn_bulk_copy(weights_at(slot) + 2048u * lane, data + 512u * at, 512u * n, &s.full[slot]);
+            }
+            next_slot<FN_DEEP_STAGES>();
+            at = to;
+            if (at == next) next += steps;
+        }
+    }
+
+    // ---- wide products
+
+    template <class Tiles> FN_DEVICE void wide(Tiles& tiles, u32 p, const Walk& walk, u32 live) {
+        float d[2][16][4];
+        dot_wide(walk, d);
+        meet();  // nobody adds to sums that lie there any more
+        spill(d[0], 0u);
+        spill(d[1], 128u);
+        meet();
+        tiles.finish(*this, p, 0u, live);
+        meet();
+    }
+    FN_DEVICE void dot_wide(const Walk& walk, float (&d)[2][16][4]) {
+#define FN_TRELLIS(w2)                                              \
+    case FN_FORMAT_EXL3 | w2 << 8 | 2u << 16:                       \
+        by_halves<FnDeepTrellis<w2, 2>>(walk, d);                   \
+        return;
+        switch (walk.format) {
+            FN_TRELLIS(2) FN_TRELLIS(3) FN_TRELLIS(4) FN_TRELLIS(5) FN_TRELLIS(6) FN_TRELLIS(7) FN_TRELLIS(8)
+            FN_TRELLIS(10) FN_TRELLIS(12)
+        }
+#undef FN_TRELLIS
+    }
+    // d[h] += A B of the rows of half h for one step.
+    FN_DEVICE void start(float (&d)[16][4], u32 (&a)[4], u64 rows, u32 step, bool more) const {
+        fn_wgmma_fence();
+        fn_wgmma(d, a, rows + 2u * step, more);
+        fn_wgmma_commit();
+    }
+    // A block's four steps with its first 128 rows, then with the others.  As a step's second product is done, its
+    // registers take that step of the next block, also across units.
+    template <class Source> FN_DEVICE void by_halves(const Walk& walk, float (&d)[2][16][4]) {
+        Source source(walk.format);
+        u32 warp = fn_thread_here() >> 5, a[4][4], left = walk.units * (walk.steps / 4u), before = ~0u;
+        bool never = walk.segments == ~0u;
+        float4* sums = reinterpret_cast<float4*>(s.slots) + fn_thread_here();
+        fn_deep_set(d[0], 0.f);
+        fn_deep_set(d[1], 0.f);
+        a[3][0] = a[3][1] = a[3][2] = a[3][3] = 0;
+        arrive();
+        source.load(s.words[stage], warp);
+#pragma unroll
+        for (u32 i = 0; i < 3; i++) source.operand(i, a[i]);
+#pragma unroll 1
+        for (u32 unit = 0; unit < walk.units; unit++) {
+            fn_hold(d[0]);
+            fn_hold(d[1]);
+#pragma unroll 1
+            for (u32 b = 0; b < walk.steps / 4u; b++) {
+                u64 rows = fn_tile_descriptor(half_at(slot));
+                u32 first = slot;
+                start(d[0], a[0], rows, 0, b != 0);
+                start(d[0], a[1], rows, 1, true);
+                fn_wgmma_wait<2>();  // the block before is done
+                fn_keep(a[3], never, s.slots);
+                if (before != ~0u) leave(&s.empty[before]);
+                source.operand(3, a[3]);
+                start(d[0], a[2], rows, 2, true);
+                start(d[0], a[3], rows, 3, true);
+                next_slot<FN_DEEP_HALVES>();
+                arrive();
+                rows = fn_tile_descriptor(half_at(slot));
+                before = slot;
+                start(d[1], a[0], rows, 0, b != 0);
+                next_slot<FN_DEEP_HALVES>();
+                if (++stage == 3u) stage = 0;
+                if (--left) {
+                    arrive();
+                    source.load(s.words[stage], warp);
+                }
+                start(d[1], a[1], rows, 1, true);
+                fn_wgmma_wait<1>();
+                fn_keep(a[0], never, s.slots);
+                leave(&s.empty[first]);
+                source.operand(0, a[0]);
+                start(d[1], a[2], rows, 2, true);
+                fn_wgmma_wait<1>();
+                fn_keep(a[1], never, s.slots);
+                source.operand(1, a[1]);
+                start(d[1], a[3], rows, 3, true);
+                fn_wgmma_wait<1>();
+                fn_keep(a[2], never, s.slots);
+                source.operand(2, a[2]);
+            }
+            fn_hold(d[0]);
+            fn_hold(d[1]);
+            fn_wgmma_wait<0>();
+            fn_hold(d[0]);
+            fn_hold(d[1]);
+            add_unit(unit, walk.units, sums, d);
+        }
+        fn_keep(a[3], never, s.slots);
+        leave(&s.empty[before]);
+    }
+    // part_sum_v1 of one leaf: the sum of the units before lies in shared memory, after the last unit in d.
+    FN_DEVICE void add_unit(u32 unit, u32 units, float4* sums, float (&d)[2][16][4]) const {
+#pragma unroll
+        for (u32 h = 0; h < 2; h++)
+#pragma unroll
+            for (u32 j = 0; j < 16; j++) {
+                float4* at = sums + 32u * FN_DEEP_WARPS * (16u * h + j);
+                float(&v)[4] = d[h][j];
+                if (unit) {
+                    float4 sum = *at;
+                    v[0] = fn_add(sum.x, v[0]), v[1] = fn_add(sum.y, v[1]);
+                    v[2] = fn_add(sum.z, v[2]), v[3] = fn_add(sum.w, v[3]);
+                }
+                if (unit + 1u < units) *at = make_float4(v[0], v[1], v[2], v[3]);
+            }
+    }
+
+    // ---- products of up to 128 rows
+
+    template <u32 ROW_TILES, class Tiles> FN_DEVICE void of_part(Tiles& tiles, u32 p, const Walk& walk, u32 n) {
+        float sum[ROW_TILES][4];
+        dot<ROW_TILES>(walk, sum);
+        spill(sum, 0u);
+        meet();
+        tiles.finish(*this, p, first_row, n);
+        meet();
+    }
+    template <u32 ROW_TILES> FN_DEVICE void dot(const Walk& walk, float (&sum)[ROW_TILES][4]) {
+        if (walk.steps % 4u || walk.format == FN_FORMAT_BF16) {
+            by_steps<ROW_TILES>(walk, sum);
+            return;
+        }
+#define FN_TRELLIS(w2)                                                        \
+    case FN_FORMAT_EXL3 | w2 << 8 | 2u << 16:                                 \
+        by_blocks<ROW_TILES, FnDeepTrellis<w2, 2>>(walk, sum);                \
+        return;
+        if constexpr (KIND != FN_DEEP_PLAIN) {
+            switch (walk.format) {
+                FN_TRELLIS(2) FN_TRELLIS(3) FN_TRELLIS(4) FN_TRELLIS(5) FN_TRELLIS(6) FN_TRELLIS(7) FN_TRELLIS(8)
+                FN_TRELLIS(10) FN_TRELLIS(12) FN_TRELLIS(14) FN_TRELLIS(16)
+            }
+        }
+#undef FN_TRELLIS
+        by_blocks<ROW_TILES, FnDeepAny<KIND>>(walk, sum);  // mcg, 3inst, f16
+    }
+    // Units are whole blocks of 64 k.  A step's weights are decoded while the products of the step before run, also
+    // across units.
     template <u32 ROW_TILES, class Source> FN_DEVICE void by_blocks(const Walk& walk, float (&sum)[ROW_TILES][4]) {
         FnDeepSum<ROW_TILES> units_sum(sum);
         Source source(walk.format);
-        u32 group = fn_shfl(fn_thread_here() >> 7, 0u), first = i_block, last = first + walk.units * (walk.steps / 4u);
-        u8* operand = reinterpret_cast<u8*>(s.tile) + 16384u * group;
+        u32 warp = fn_thread_here() >> 5, before = ~0u, a[2][4];
+        bool never = walk.segments == ~0u;
         float d[ROW_TILES][4];
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) a[i][0] = a[i][1] = a[i][2] = a[i][3] = 0;
         fn_deep_set(d, 0.f);
-        decode(source, operand);
 #pragma unroll 1
         for (u32 unit = 0; unit < walk.units; unit++) {
-            u32 start = i_block, end = i_block + walk.steps / 4u;
             fn_hold(d);
 #pragma unroll 1
-            while (i_block < end) {
-                fn_async_fence();
-                fn_named_barrier(2u + group, 128u);
-                u64 weights = fn_tile_descriptor(operand + 8192u * (i_block & 1u));
-                u64 rows = fn_tile_descriptor(s.rows[i_block % STAGES]);
-                fn_wgmma_fence();
+            for (u32 b = 0; b < walk.steps / 4u; b++) {
+                arrive();
+                u64 rows = fn_tile_descriptor(rows_at(slot));
+                source.load(weights_at(slot), warp);
 #pragma unroll
-                for (u32 i = 0; i < 4; i++) fn_wgmma(d, weights + 2u * i, rows + 2u * i, i || i_block != start);
-                fn_wgmma_commit();
-                fn_wgmma_wait<1>();
-                if (i_block > first) release(i_block - 1u);
-                i_block++;
-                if (i_block < last) decode(source, operand);
+                for (u32 i = 0; i < 4; i++) {
+                    fn_wgmma_wait<1>();
+                    fn_keep(a[i & 1u], never, s.slots);
+                    if (i == 1 && before != ~0u) leave(&s.empty[before]);
+                    source.operand(i, a[i & 1u]);
+                    fn_wgmma_fence();
+                    fn_wgmma(d, a[i & 1u], rows + 2u * i, i || b);
+                    fn_wgmma_commit();
+                }
+                before = slot;
+                next_slot<FN_DEEP_STAGES>();
             }
             fn_hold(d);
             fn_wgmma_wait<0>();
             fn_hold(d);
             units_sum.add(walk.leaves, walk.segments, d, sum);
         }
-        release(last - 1u);
+        fn_keep(a[0], never, s.slots);
+        fn_keep(a[1], never, s.slots);
+        leave(&s.empty[before]);
     }
-    // The present block's weights into the warp's 16 rows of operand image i_block % 2; waits for the stage.
-    template <class Source> FN_DEVICE void decode(Source& source, u8* operand) {
-        u32 stage = i_block % STAGES, thread = fn_thread_here(), lane = thread & 31u;
-        fn_barrier_wait(&s.full[stage], (i_block / STAGES) & 1u);
-        source.load(s.weights[stage], thread >> 5);
-        u8* row = operand + 8192u * (i_block & 1u) + 128u * ((thread >> 1 & 48u) + (lane & 15u));
-#pragma unroll
-        for (u32 step = 0; step < 4; step++) {
-            u32 a[4];
-            source.operand(step, a);
-            fn_stmatrix_x4(row + ((2u * step + (lane >> 4) ^ (lane & 7u)) << 4), a);
-        }
-    }
-
     // bf16 weights, whose operand comes in two halves, and units that end inside a block.
     template <u32 ROW_TILES> FN_DEVICE void by_steps(const Walk& walk, float (&sum)[ROW_TILES][4]) {
         FnDeepSum<ROW_TILES> units_sum(sum);
-        u32 at = 0;
+        u32 bytes = step_bytes(walk.format), warp = fn_thread_here() >> 5, at = 0;
+        bool exl3 = (walk.format & 255u) == FN_FORMAT_EXL3;
 #pragma unroll 1
         for (u32 unit = 0; unit < walk.units; unit++) {
             u32 end = at + walk.steps;
@@ -442,37 +748,48 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
 #pragma unroll 1
             while (at < end) {
                 u32 n = fn_min_u32((at & ~3u) + 4u, end) - at, a[4][4];
-                decode_steps(walk.format, n, a);
+                arrive();
+                const u8* words = weights_at(slot) + warp * (exl3 ? bytes : 2048u);
+                fn_deep_operand<KIND>(walk.format, words, exl3 ? FN_DEEP_WARPS * bytes : 512u, n, a);
 #pragma unroll
                 for (u32 i = 0; i < 4; i++)
                     if (i < n)
-                        fn_deep_step(s.rows[i_block % STAGES], (at & 3u) + i, a[i],
-                                     walk.format == FN_FORMAT_BF16, ROW_TILES, d);
-                release(i_block);
+                        fn_deep_step(rows_at(slot), (at & 3u) + i, a[i], walk.format == FN_FORMAT_BF16, ROW_TILES, d);
+                leave(&s.empty[slot]);
+                next_slot<FN_DEEP_STAGES>();
                 at += n;
-                i_block++;
             }
             units_sum.add(walk.leaves, walk.segments, d, sum);
         }
     }
 #else
-  public:
-    FN_DEVICE void load(u32, const FnDeepWeights&, const FnDeepRows&) {}
-
-  private:
-    template <u32 ROW_TILES>
-    FN_DEVICE void walk(const FnDeepWeights& w, const FnDeepRows& rows, float (&sum)[ROW_TILES][4]) {
+    template <class Tiles> FN_DEVICE void compute(Tiles& tiles, u32 p) {
+        const FnDeepWeights w = tiles.weights(p);
+        const FnDeepRows rows = tiles.rows(p);
+        bool computes = fn_thread_here() < 32u * FN_DEEP_WARPS;
+        if (computes) tiles.begin(p, rows.live);
+        for (first_row = 0; first_row < rows.live; first_row += 128u) {
+            u32 n = fn_min_u32(rows.live - first_row, 128u);
+            float sum[16][4];
+            walk(w, {rows.x + (u64)first_row * rows.k_blocks * 64u, rows.k_blocks, n}, sum);
+            if (computes) spill(sum, 0u);
+            meet();
+            if (computes) tiles.finish(*this, p, first_row, n);
+            meet();
+        }
+    }
+    FN_DEVICE void walk(const FnDeepWeights& w, const FnDeepRows& rows, float (&sum)[16][4]) {
         u32 units = w.leaves * w.segments, steps = w.k / 16u / units, at = 0, warp = fn_thread_here() >> 5;
         u32 n_tiles = (rows.live + 7u) / 8u, of_warp = w.tile(warp), bytes = step_bytes(w.w.format);
         bool exl3 = fn_is_exl3(w.w), bf16 = w.w.format == FN_FORMAT_BF16;
         bool works = warp < FN_DEEP_WARPS && of_warp < w.limit;
         u32 stride = exl3 ? w.n / 16u * bytes : 512u;
         const u8* data = reinterpret_cast<const u8*>(w.w.data) + (u64)of_warp * (exl3 ? bytes : w.k / 16u * 512u);
-        FnDeepSum<ROW_TILES> units_sum(sum);
+        FnDeepSum<16> units_sum(sum);
 #pragma unroll 1
         for (u32 unit = 0; unit < units; unit++) {
             u32 end = at + steps;
-            float d[ROW_TILES][4];
+            float d[16][4];
             fn_deep_set(d, 0.f);
 #pragma unroll 1
             while (at < end) {
@@ -482,14 +799,14 @@ template <class Shared, u32 KIND = FN_DEEP_ALL> struct FnDeep {
                 for (u32 i = fn_thread_here(); i < 128u * ((n_tiles + 1u) / 2u); i += FN_DEEP_THREADS) {
                     u64 image = (u64)(i >> 9) * rows.k_blocks + (at >> 2);
                     const uint4* from = reinterpret_cast<const uint4*>(rows.x + image * 4096u) + (i & 511u);
-                    reinterpret_cast<uint4*>(s.rows[0])[i] = fn_ldg(from);
+                    reinterpret_cast<uint4*>(s.rows)[i] = fn_ldg(from);
                 }
                 __syncthreads();
                 if (works) {
                     fn_deep_operand<KIND>(w.w.format, data + (u64)at * stride, stride, n, a);
 #pragma unroll
                     for (u32 i = 0; i < 4; i++)
-                        if (i < n) fn_deep_step(s.rows[0], (at & 3u) + i, a[i], bf16, n_tiles, d);
+                        if (i < n) fn_deep_step(s.rows, (at & 3u) + i, a[i], bf16, n_tiles, d);
                 }
                 at += n;
             }

@@ -73,14 +73,14 @@ template <int TILES> FN_DEVICE void fn_hold(float (&d)[TILES][4]) {
         for (int i = 0; i < 4; i++) asm volatile("" : "+f"(d[j][i])::"memory");
 }
 
-// Four 8x8 matrices of 16-bit elements into shared memory: lane l gives the address of row l % 8 of matrix l / 8.
-FN_DEVICE void fn_stmatrix_x4(void* shared, const u32 (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(fn_shared_address(shared)),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
+// An A operand's registers are still its own here.  ptxas gives them away once the wgmma is issued, while it still reads
+// them; an instruction behind the wait that could read them, and never does, holds them until then.
+FN_DEVICE void fn_keep(const u32 (&a)[4], bool never, void* shared) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\n@p st.shared.v4.b32 [%5], {%0, %1, %2, %3};\n}" ::"r"(a[0]),
+        "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"((u32)never), "r"(fn_shared_address(shared))
+        : "memory");
 }
-// What this thread wrote to shared memory is there for wgmma, once a barrier was passed behind this.
-FN_DEVICE void fn_async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A tile image in shared memory (rows of 128 bytes, 128-byte swizzle, K-major) as an operand: start / 16; 8 rows
 // = 1024 bytes; swizzle mode 1.  A k step further is + 2 (32 bytes).
@@ -88,36 +88,36 @@ FN_DEVICE u64 fn_tile_descriptor(const void* image) {
     return (u64)(fn_shared_address(image) >> 4 & 0x3fffu) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
 
-// d += A B, or d = A B unless `more`: A 64 x 16 f16 (a warp's 16 rows of d as of mma.m16n8k16), B 16 x 8 TILES.
-// Both operands lie in shared memory: one in registers is read while the product runs, and ptxas gives its
-// registers away before that is over when more than one product is under way (wrong sums in some runs on an H200).
+// d += A B, or d = A B unless `more`: A 64 x 16 f16 in the registers of the warpgroup (a warp's 16 rows of d as of
+// mma.m16n8k16), B 16 x 8 TILES in shared memory.  A is read while the product runs: fn_keep it behind the wait.  It
+// is named as written too, so that what is kept is these registers and not a copy made before.
 #define FN_D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
-FN_DEVICE void fn_wgmma(float (&d)[8][4], u64 a, u64 b, u32 more) {
+#define FN_A4 "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])
+FN_DEVICE void fn_wgmma(float (&d)[8][4], u32 (&a)[4], u64 b, u32 more) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, %32, %33, p, 1, 1, 0, 0;\n}"
-        :
-          FN_D4(0), FN_D4(1), FN_D4(2), FN_D4(3), FN_D4(4), FN_D4(5), FN_D4(6), FN_D4(7)
-        : "l"(a), "l"(b), "r"(more));
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+        : FN_D4(0), FN_D4(1), FN_D4(2), FN_D4(3), FN_D4(4), FN_D4(5), FN_D4(6), FN_D4(7), FN_A4
+        : "l"(b), "r"(more));
 }
 
-FN_DEVICE void fn_wgmma(float (&d)[16][4], u64 a, u64 b, u32 more) {
+FN_DEVICE void fn_wgmma(float (&d)[16][4], u32 (&a)[4], u64 b, u32 more) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, %64, %65, p, 1, 1, 0, 0;\n}"
-        :
-          FN_D4(0), FN_D4(1), FN_D4(2), FN_D4(3), FN_D4(4), FN_D4(5), FN_D4(6), FN_D4(7),
-          FN_D4(8), FN_D4(9), FN_D4(10), FN_D4(11), FN_D4(12), FN_D4(13), FN_D4(14), FN_D4(15)
-        : "l"(a), "l"(b), "r"(more));
+        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"
+        : FN_D4(0), FN_D4(1), FN_D4(2), FN_D4(3), FN_D4(4), FN_D4(5), FN_D4(6), FN_D4(7), FN_D4(8), FN_D4(9),
+          FN_D4(10), FN_D4(11), FN_D4(12), FN_D4(13), FN_D4(14), FN_D4(15), FN_A4
+        : "l"(b), "r"(more));
 }
 
+#undef FN_A4
 #undef FN_D4
 #endif  // FN_HOPPER

@@ -2,9 +2,9 @@
 // Contract    linears: x tile images (tiled), w, svh, bias -> linears[j].out (rows, n) f32, rows < n_rows and outputs
 //             < n only.  EXL3: k, n % 128 == 0; plain: k % 16 == 0, any n >= 1.  n_warps = ceil(n / 128) tiles;
 //             first_warp counts tiles of the linears before.
-// Launch      grid (total tiles x ceil(rows / 128)), block 384, shared DeepLinearShared.  A block: 128 outputs of up to
-//             128 rows; the blocks of the same rows are neighbours.  (One block an SM that strides over tiles was
-//             slower: around a loop ptxas spills what the dots want.)
+// Launch      grid (1 .. total tiles x ceil(rows / 128)), block 384, shared DeepLinearShared.  A block strides over
+//             tiles of 128 outputs and up to 256 rows, those of the same rows one behind the other: while it finishes
+//             one the weights and rows of the next are on their way.
 // Arithmetic  orders exl3_dot_v1, plain_dot_v1, part_sum_v1 and hadamard: deep.cuh, then fn_hadamard128, fn_mul(.,
 //             svh), fn_add(., f32(bias)).
 // Equality    the bytes of linear_gemv and linear_finish; a row's bytes do not depend on the other rows.
@@ -14,93 +14,71 @@
 namespace FN_NAMESPACE {
 
 struct DeepLinearShared {
-    FnDeepShared<4, 16384> deep;
+    FnDeepShared deep;
 };
+typedef FnDeep<> Deep;
 
-// Finish the tile's rows: a warp a row, lane l holding outputs 4 l .. 4 l + 3.
-FN_DEVICE void finish(const DeepLinearShared& s, const FnLinear& linear, u32 tile, u32 row0, u32 live) {
-    u32 thread = fn_thread_here(), lane = thread & 31u, n = linear.n, at = 128u * tile + 4u * lane;
-    if (thread >= 32u * FN_DEEP_WARPS) return;
-    bool exl3 = fn_is_exl3(linear.w);
-    float scale[4] = {1.f, 1.f, 1.f, 1.f}, bias[4] = {0.f, 0.f, 0.f, 0.f};
-    if (exl3) fn_load_h4(reinterpret_cast<const u16*>(linear.w.svh) + at, scale);
-    if (exl3 && linear.bias) fn_load_h4(reinterpret_cast<const u16*>(linear.bias) + at, bias);
-    float* out = reinterpret_cast<float*>(linear.out) + (u64)row0 * n + at;
-#pragma unroll 4
-    for (u32 row = thread >> 5; row < live; row += FN_DEEP_WARPS) {
-        float4 x = *reinterpret_cast<const float4*>(&s.deep.tile[row][4u * lane]);
-        float v[4] = {x.x, x.y, x.z, x.w};
-        if (exl3) {  // as fn_linear_finish_block
-            fn_hadamard128(v);
-#pragma unroll
-            for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], scale[i]);
-            if (linear.bias) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) v[i] = fn_add(v[i], bias[i]);
-            }
-        }
-        float* to = out + (u64)row * n;
-        if ((n & 3u) == 0) {
-            if (at < n) *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
-        } else {
-#pragma unroll
-            for (u32 i = 0; i < 4; i++)
-                if (at + i < n) to[i] = v[i];
-        }
-    }
-}
-
-// The i-th tile of the launch.
-struct Tile {
+struct Tiles {
+    const FnLinear* linears;
+    u32 n_linears, n_rows, n_tiles;  // tiles of the same rows
+    u32 of_tile;                     // rows of a tile: 128 where no linear gains by more
     const FnLinear* linear;
-    u32 tile, row0, live;
+    u32 tile, row0;
 
-    FN_DEVICE Tile(u32 i, u32 n_tiles, u32 n_rows, const FnLinear* linears, u32 n_linears) {
+    enum : u32 { PRODUCTS = 1 };
+    FN_DEVICE u32 count() const { return n_tiles * ((n_rows + of_tile - 1u) / of_tile); }
+    FN_DEVICE bool take(u32 i) {
         u32 of_rows = i / n_tiles, j = 0;
         tile = i - of_rows * n_tiles;
-        row0 = FN_DEEP_ROWS * of_rows;
-        live = fn_min_u32(n_rows - row0, FN_DEEP_ROWS);
-        for (u32 l = 1; l < n_linears; l++)
+        row0 = of_tile * of_rows;
+        u32 first[8];
+#pragma unroll
+        for (u32 l = 1; l < 8; l++) first[l] = l < n_linears ? linears[l].first_warp : 0xffffffffu;  // all at once
+#pragma unroll
+        for (u32 l = 1; l < 8; l++)
+            if (first[l] <= tile) j = l;
+#pragma unroll 1
+        for (u32 l = 8; l < n_linears; l++)
             if (linears[l].first_warp <= tile) j = l;
         linear = linears + j;
         tile -= linear->first_warp;
+        return true;
     }
-    FN_DEVICE FnDeepWeights weights() const {
+    FN_DEVICE FnDeepWeights weights(u32) const {
         return {linear->w, linear->k, linear->n, 8u * tile, 2u, (linear->n + 15u) / 16u, linear->leaves,
                 linear->segments};
     }
-    FN_DEVICE FnDeepRows rows() const {
+    FN_DEVICE FnDeepRows rows(u32) const {
         u32 k_blocks = (linear->k + 63u) / 64u;
-        return {reinterpret_cast<const u16*>(linear->x) + (u64)row0 * k_blocks * 64u, k_blocks, live};
+        return {reinterpret_cast<const u16*>(linear->x) + (u64)row0 * k_blocks * 64u, k_blocks,
+                fn_min_u32(n_rows - row0, of_tile)};
+    }
+    FN_DEVICE void begin(u32, u32) const {}
+    FN_DEVICE void finish(const Deep& deep, u32, u32 first, u32 n_of_part) const {
+        u32 n = linear->n, at = 128u * tile, end = first + n_of_part, lane = fn_thread_here() & 31u;
+        float* out = reinterpret_cast<float*>(linear->out) + (u64)row0 * n + at;
+        if (fn_is_exl3(linear->w)) {
+            const u16* bias = linear->bias ? reinterpret_cast<const u16*>(linear->bias) + at : nullptr;
+            deep.store_rotated(first, n_of_part, reinterpret_cast<const u16*>(linear->w.svh) + at, bias, out, n);
+            return;
+        }
+        for (u32 row = first + (fn_thread_here() >> 5); row < end; row += FN_DEEP_WARPS)
+#pragma unroll
+            for (u32 i = 0; i < 4; i++)
+                if (at + lane + 32u * i < n) out[(u64)row * n + lane + 32u * i] = deep.output(row, lane + 32u * i);
     }
 };
-
-template <u32 ROW_TILES>
-FN_DEVICE void run(FnDeep<FnDeepShared<4, 16384>>& deep, DeepLinearShared& s, const Tile& t) {
-    float sum[ROW_TILES][4];
-    deep.dot(t.weights(), t.rows(), sum);
-    deep.spill(sum);
-    finish(s, *t.linear, t.tile, t.row0, t.live);
-}
 
 }  // namespace FN_NAMESPACE
 
 FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
     using namespace FN_NAMESPACE;
     FN_SHARED(DeepLinearShared, s);
-    u32 n_rows = fn_ld(&round->n_rows), n_tiles = linears[n_linears - 1u].first_warp + linears[n_linears - 1u].n_warps;
-    u32 total = n_tiles * ((n_rows + FN_DEEP_ROWS - 1u) / FN_DEEP_ROWS);
-    if (blockIdx.x >= total) return;
-    Tile t(blockIdx.x, n_tiles, n_rows, linears, n_linears);
-    FnDeep<FnDeepShared<4, 16384>> deep(s.deep);
-    if (deep.loads()) {
-        deep.begin_loads();
-        deep.load(t.live, t.weights(), t.rows());
-        return;
-    }
-    deep.begin_dots();
-    if (t.live <= 64u)
-        run<8>(deep, s, t);
-    else
-        run<16>(deep, s, t);
+    u32 n_tiles = linears[n_linears - 1u].first_warp + linears[n_linears - 1u].n_warps;
+    u32 of_tile = 128;
+    for (u32 j = 0; j < n_linears; j++)
+        if (fn_is_exl3(linears[j].w) && linears[j].leaves == 1u) of_tile = FN_DEEP_ROWS;
+    Tiles tiles = {linears, n_linears, fn_ld(&round->n_rows), n_tiles, of_tile};
+    if (blockIdx.x >= tiles.count()) return;
+    Deep(s.deep).run(tiles);
 }

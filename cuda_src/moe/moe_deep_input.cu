@@ -14,7 +14,7 @@
 
 namespace FN_NAMESPACE {
 struct InputShared {
-    u32 row[128];  // of m, for each row of the tile
+    u32 row[256];  // of m, for each row of the tile
 };
 }  // namespace FN_NAMESPACE
 
@@ -25,9 +25,8 @@ FN_KERNEL((const FnRound* round, const FnTile* tiles, const u32* n_tiles, const 
     u32 block = blockIdx.y, warp = threadIdx.x >> 5, k_blocks = hidden / 64u;
     if (fn_ld(&round->n_rows) == 0 || blockIdx.x >= fn_ld(n_tiles)) return;
     FnTile tile = fn_ldg(tiles + blockIdx.x);
-    if (threadIdx.x < 128u)  // row 0 stands in for those beyond the tile
-        s.row[threadIdx.x] =
-            threadIdx.x < tile.n_rows ? fn_ldg(pair_of + tile.first + threadIdx.x) / n_slots : 0u;
+    static_assert(FN_THREADS == 256, "a thread a row");  // row 0 stands in for those beyond the tile
+    s.row[threadIdx.x] = threadIdx.x < tile.n_rows ? fn_ldg(pair_of + tile.first + threadIdx.x) / n_slots : 0u;
     const FnLine& line = lines[tile.expert];
     float gate[16], up[16];
     fn_rows4_load_h(reinterpret_cast<const u16*>(line.gate.suh) + 128u * block, gate);

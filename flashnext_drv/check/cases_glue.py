@@ -289,7 +289,7 @@ def _site_up(case: Case, seed: int, deep: bool = False) -> Operands:
             "u": to_tiles(u_in) if deep else to_fragment(u_in),
         },
         scalars={"hidden": hidden, **({} if deep or operand else {"m16": 0})},
-        grid=(hidden // 32 * -(-cap // 128), 1, 1) if deep else (-(-hidden // 16), 1, 1),
+        grid=(2, 1, 1) if deep else (-(-hidden // 16), 1, 1),
         relocations=[
             ("linear", field_at(LINEAR, "w", "data"), "weights", 0),
             ("linear", field_at(LINEAR, "x"), "u", 0),

@@ -152,7 +152,9 @@ def gate_up(case: Case, seed: int) -> Operands:
             _one_of(f"rows {at}", h[at, :width], found)
         for expert, first, n_rows in layer.plan.tiles:
             untouched("h beyond the width", h[first : first + n_rows, x.widths[expert] :])
+            untouched("gate beyond the width", got["gate"][first : first + n_rows, x.widths[expert] :])
         untouched("h of padding", h[layer.padding()])
+        untouched("gate of padding", got["gate"][layer.padding()])
 
     k_blocks = x.hidden // 64
     images = np.stack([to_tiles(rows[part]) for part in ("gate", "up")])
@@ -163,6 +165,7 @@ def gate_up(case: Case, seed: int) -> Operands:
             **x.arrays,
             "x": images,
             "h": to_tiles(poison((layer.pairs_cap, x.width_cap), np.float16)),
+            "gate": poison((layer.pairs_cap, x.width_cap), np.float32),
             "routes": layer.routes,
         },
         scalars={
@@ -171,9 +174,9 @@ def gate_up(case: Case, seed: int) -> Operands:
             "pairs_cap": layer.pairs_cap,
             "n_slots": layer.n_slots,
         },
-        grid=(x.width_cap // 128 * (len(layer.plan.tiles) + 2), 1, 1),
+        grid=(2, 1, 1),  # a block takes several pieces
         relocations=x.relocations,
-        outputs=("h",),
+        outputs=("h", "gate"),
         expect=expect,
     )
 
@@ -224,7 +227,7 @@ def down(case: Case, seed: int) -> Operands:
             "routes": layer.routes,
         },
         scalars={"hidden": x.hidden, "width_cap": x.width_cap, "n_slots": layer.n_slots},
-        grid=(x.hidden // 128 * (len(layer.plan.tiles) + 2), 1, 1),
+        grid=(2, 1, 1),
         relocations=x.relocations,
         outputs=("v",),
         expect=expect,

@@ -55,7 +55,8 @@ Observer = Callable[[Launch], None]
 
 @dataclass(frozen=True, eq=False)
 class _Batched:
-    """A launch of one batch's tiles: its argument words, and the blocks in x for each tile."""
+    """A launch of one batch's tiles: its argument words, and the blocks in x for each tile, 0 where blocks stride
+    over any number of them."""
 
     launch: Launch
     tiles: np.ndarray[Any, np.dtype[np.uint64]]
@@ -64,8 +65,8 @@ class _Batched:
 
     def run(self, stream: Stream, turn: Turn) -> None:
         self.tiles[0], self.n_tiles[0] = turn.tiles, turn.n_tiles_at
-        _, y, z = self.launch.grid
-        self.launch.run_grid(stream, (self.blocks * turn.n_tiles, y, z))
+        x, y, z = self.launch.grid
+        self.launch.run_grid(stream, (self.blocks * turn.n_tiles or x, y, z))
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,7 +289,8 @@ class DeepPass(Owner):
             batched = launches[sent + 1 : sent + 1 + len(BATCHED)]
             assert tuple(launch.name for launch in batched) == BATCHED
             yield _Layer(planned, sent, tuple(
-                _Batched(each, each.word("tiles"), each.word("n_tiles"), each.grid[0] // tiles_cap)
+                _Batched(each, each.word("tiles"), each.word("n_tiles"),
+                         0 if self._kernels.strides(each.name) else each.grid[0] // tiles_cap)
                 for each in batched
             ))
 

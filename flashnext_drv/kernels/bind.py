@@ -84,6 +84,10 @@ class Kernels(DriverOwner):
         compute capability 9.0 or later."""
         return self._specs[kernel][0].programmatic and self.ctx.facts.cc >= (9, 0)
 
+    def strides(self, kernel: str) -> bool:
+        """Whether a launch's blocks stride over the grid that it was asked for."""
+        return self._specs[kernel][0].strides
+
     def _check_close(self) -> None:
         super()._check_close()
         used = sorted({name for module in self._modules.values() for name in module.borrowers()})
@@ -107,6 +111,8 @@ def make_launch(module: Module, spec: KernelSpec, grid: int | tuple[int, ...],
     arenas = {id(v.arena): v.arena for v in args.values() if isinstance(v, Span)}
     function = module.function(spec.name)
     blocks, arch = _grid(spec, grid), _arch(module.ctx)
+    if spec.strides:
+        blocks = (min(blocks[0], module.ctx.facts.n_sms), *blocks[1:])
     dynamic_bytes = spec.dynamic_on(arch) or spread_bytes(module.ctx.facts, spec, arch, blocks)
     if dynamic_bytes:
         function.allow_shared(dynamic_bytes)

@@ -14,15 +14,15 @@ from .exl3 import PAIRS
 from .limits import limits_of
 from .spec import PTR, U32, Arg, Case, KernelSpec
 
-__all__ = ["DEEP_BLOCK", "DEEP_LINEAR", "DEEP_ROWS", "DEEP_SITE_UP", "KERNELS", "deep_tiles"]
+__all__ = ["DEEP_BLOCK", "DEEP_HOPPER_SHARED", "DEEP_LINEAR", "DEEP_SHARED", "DEEP_SITE_UP", "KERNELS",
+           "deep_tiles"]
 
-DEEP_ROWS: Final = 128  # of a block's tile
 DEEP_BLOCK: Final = 384
-_TILE: Final = DEEP_ROWS * 132 * 4
-# FnDeepShared<4, 16384>: on sm_90a four stages of rows and weights, the finished tile, barriers; else one
-# stage of rows and the tile
-_SHARED: Final = 16384 + _TILE
-_HOPPER_SHARED: Final = 4 * (16384 + 16384) + _TILE + 64
+WIDE_BITS: Final = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6)  # widths whose products may be wide on sm_90a
+# FnDeepShared: on sm_90a thirteen slots, three stages of words and eleven barriers; else the finished tile of
+# 128 rows and a stage of rows
+DEEP_SHARED: Final = 4 * 16384 + 16384
+DEEP_HOPPER_SHARED: Final = 13 * 16384 + 3 * 6144 + 11 * 8
 
 
 def deep_tiles(n: int) -> int:
@@ -60,6 +60,10 @@ def _linear_cases() -> tuple[Case, ...]:
         _case("rows64", "mul1_3 128x128; f16 64x4", 64, 64),
         _case("rows65", "mul1_3 128x128; f16 64x4", 65, 128),
         _case("rows130", "mul1_3 128x128; bf16 64x4", 130, 192),
+        # sm_90a takes these rows together and what is behind them alone; every width that it does so for
+        _case("wide", "; ".join(f"mul1_{bits:g} 512x128" for bits in WIDE_BITS), 257, 320),
+        _case("wide_whole", "mul1_5 1280x128+bias; f16 64x20; mul1_3 256x256", 256, 256),
+        _case("wide_leaves", "mul1_5 512x128/2; mul1_8 128x128; mcg_4 128x128; mul1_3 384x128", 150, 192),
         _case("nonfinite", "mul1_3 256x128; f16 128x20; bf16 128x20", 3, 64, data="nonfinite"),
         _case("nonfinite_scales", "mul1_5 128x128", 4, 64, data="nonfinite_scales"),
         _case("integers", "f16 1024x20; bf16 512x20", 5, 64, data="integers"),
@@ -81,8 +85,9 @@ DEEP_LINEAR: Final = KernelSpec(
     ),
     grid="total tiles * ceil(rows_cap / 128)",
     block=DEEP_BLOCK,
-    shared_bytes=_SHARED,
-    hopper_shared_bytes=_HOPPER_SHARED,
+    shared_bytes=DEEP_SHARED,
+    hopper_shared_bytes=DEEP_HOPPER_SHARED,
+    strides=True,
     limits=limits_of("deep_linear"),
     reference="exl3.Linear.__call__",
     replaces="linear_finish",
@@ -118,8 +123,9 @@ DEEP_SITE_UP: Final = KernelSpec(
     ),
     grid="hidden / 32 * ceil(rows_cap / 128)",
     block=DEEP_BLOCK,
-    shared_bytes=_SHARED,
-    hopper_shared_bytes=_HOPPER_SHARED,
+    shared_bytes=DEEP_SHARED,
+    hopper_shared_bytes=DEEP_HOPPER_SHARED,
+    strides=True,
     limits=limits_of("deep_site_up"),
     reference="glue.Site",
     replaces="site_up_n16",
@@ -135,6 +141,7 @@ DEEP_SITE_UP: Final = KernelSpec(
         _site_case("rows3", 3, 64, 256, 64, "f16"),
         _site_case("rows16", 16, 64, 128, 48, "f16"),
         _site_case("rows70", 70, 128, 128, 32, "f16"),
+        _site_case("rows200", 200, 256, 320, 320, "f16"),
         _site_case("bf16", 3, 64, 128, 80, "bf16"),
         _site_case("segments", 2, 64, 128, 512, "f16"),
         _site_case("nonfinite", 3, 64, 128, 32, "f16", special="nonfinite"),

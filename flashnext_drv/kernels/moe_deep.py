@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from . import planted_moe_deep as planted
+from .deep import DEEP_HOPPER_SHARED, DEEP_SHARED
 from .limits import limits_of
 from .spec import PTR, U32, Arg, Case, KernelSpec
 
@@ -56,7 +57,7 @@ def deep_pairs(rows: int, n_slots: int, n_experts: int) -> tuple[int, int]:
     one tile that is not full.
     """
     positions = rows * n_slots + 63 * (n_experts + 1)
-    return -(-positions // 128) * 128, rows * n_slots // 128 + n_experts + 1
+    return -(-positions // 128) * 128, rows * n_slots // 256 + n_experts + 1
 
 
 def _case(name: str, rows: int, **dims: int | str) -> Case:
@@ -108,13 +109,14 @@ MOE_PLAN_SCAN: Final = KernelSpec(
     ),
     grid="1",
     block=1024,
-    shared_bytes=256,
+    shared_bytes=128,
     limits=limits_of("moe_plan_scan"),
     reference="moe_deep.plan",
     exempt=_INTEGERS,
     controls=planted.MOE_PLAN_SCAN,
     bound="Exact.",
-    cases=(*_PLAN_CASES, _case("many_blocks", 128 * 19 + 5, rows_cap=128 * 20)),
+    cases=(*_PLAN_CASES, _case("many_blocks", 128 * 19 + 5, rows_cap=128 * 20),
+           _case("large_tiles", 700, rows_cap=768, n_experts=8, members="0,1,256,257,384,385,640,177")),
 )
 
 MOE_PLAN_PLACE: Final = KernelSpec(
@@ -159,7 +161,7 @@ MOE_DEEP_INPUT: Final = KernelSpec(
     ),
     grid="tiles_cap, hidden / 128",
     block=256,
-    shared_bytes=512,
+    shared_bytes=1024,
     blocks_per_sm=3,
     limits=limits_of("moe_deep_input"),
     reference="orders.hadamard128",
@@ -234,6 +236,10 @@ _TILE_CASES: Final = (
     _tiles("one_row", 1, f"{_LINE}; 128:mul1_5,mul1_5,mul1_5"),
     _tiles("half_and_one", 65, f"{_LINE}; {_LINE}; 128:mul1_5,mul1_4,mul1_5", members="64,1"),
     _tiles("whole_and_one", 129, f"{_LINE}; {_LINE}; {_LINE}; {_LINE}", members="0,128,1", rows_cap=256),
+    _tiles("wide", 300, f"640:mul1_3,mul1_5,mul1_3; {_LINE}; 128:mul1_3,mul1_8,mul1_8", members="171,129", rows_cap=384,
+           hidden=1024),
+    _tiles("wide_widths", 130, "128:mul1_1,mul1_1.5,mul1_2; 256:mul1_2.5,mul1_3,mul1_3.5; 128:mul1_4,mul1_5,mul1_6",
+           members="130,130", rows_cap=256, n_active=2),
     _tiles("narrow_and_long", 66, "128:mul1_3,mul1_4,mul1_3; 256:mul1_5,mul1_4,mul1_3"),
     _tiles(
         "mixed",
@@ -248,8 +254,6 @@ _TILE_CASES: Final = (
     _tiles("nonfinite", 3, f"{_LINE}; {_LINE}", data="nonfinite"),
     _tiles("no_rows", 0, f"{_LINE}; {_LINE}", special="stale_tiles"),
 )
-_TILE_BYTES: Final = 128 * 132 * 4
-_STAGE_BYTES: Final = 16384 + 8192  # of deep.cuh: rows and EXL3 weights of 64 k
 
 MOE_DEEP_GU: Final = KernelSpec(
     name="moe_deep_gu",
@@ -262,14 +266,16 @@ MOE_DEEP_GU: Final = KernelSpec(
         _LINES,
         Arg("x", PTR, "f16, two tile images of (pairs_cap, hidden): gate, up", "r"),
         Arg("h", PTR, "f16, tile image of (pairs_cap, width_cap)", "w"),
+        Arg("gate", PTR, "(pairs_cap, width_cap) f32, scratch: the finished gates", "w"),
         _HIDDEN,
         _WIDTH,
         _PAIRS,
     ),
     grid="width_cap / 128 * tiles_cap",
     block=384,
-    shared_bytes=16384 + _TILE_BYTES,
-    hopper_shared_bytes=4 * _STAGE_BYTES + _TILE_BYTES + 64 + 128 * 128 * 4,
+    shared_bytes=DEEP_SHARED,
+    hopper_shared_bytes=DEEP_HOPPER_SHARED,
+    strides=True,
     limits=limits_of("moe_deep_gu"),
     reference="moe.swiglu",
     replaces="moe_act",
@@ -303,8 +309,9 @@ MOE_DEEP_DOWN: Final = KernelSpec(
     ),
     grid="hidden / 128 * tiles_cap",
     block=384,
-    shared_bytes=16384 + _TILE_BYTES,
-    hopper_shared_bytes=4 * _STAGE_BYTES + _TILE_BYTES + 64,
+    shared_bytes=DEEP_SHARED,
+    hopper_shared_bytes=DEEP_HOPPER_SHARED,
+    strides=True,
     limits=limits_of("moe_deep_down"),
     reference="exl3.decode_linear",
     replaces="moe_gemv_down",

@@ -200,7 +200,7 @@ class DeepLayout:
         return {
             "d_moe_x": 2 * self.image_bytes(hidden, pairs_cap),
             "d_moe_h": self.image_bytes(self.layout.width_cap, pairs_cap),
-            "d_moe_v": pairs_cap * hidden * 4,
+            "d_moe_v": pairs_cap * max(hidden, self.layout.width_cap) * 4,  # the gates first
         }
 
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 __all__ = ["BLOCK_ROWS", "GROUP", "TILE_ROWS", "Plan", "plan"]
 
 BLOCK_ROWS: Final = 128  # rows that are counted together
-TILE_ROWS: Final = 128  # most rows of a tile
+TILE_ROWS: Final = 256  # most rows of a tile
+LARGE: Final = 128  # tiles with more rows come first
 GROUP: Final = 64  # an expert begins at a multiple of this position
 
 
@@ -54,4 +55,5 @@ def plan(experts: NDArray[Any], n_experts: int) -> Plan:
                     position += 1
         tiles += [(expert, at, min(position - at, TILE_ROWS)) for at in range(first, position, TILE_ROWS)]
         position = -(-position // GROUP) * GROUP
+    tiles.sort(key=lambda tile: tile[2] <= LARGE)  # stable: experts rise among the large, and among the others
     return Plan(counts, starts, tuple(tiles), pair_at, pair_of)
