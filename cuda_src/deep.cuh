@@ -73,11 +73,11 @@ struct FnDeepShared {
 
 // ---- one step ---------------------------------------------------------------------------------------------
 
-template <u32 W2, u32 CODEBOOK, u32 STEPS>
-FN_DEVICE void fn_deep_decode(const u8* tile, u32 stride, u32 n_steps, u32 (&a)[STEPS][4]) {
+template <u32 W2, u32 CODEBOOK>
+FN_DEVICE void fn_deep_decode(const u8* tile, u32 stride, u32 n_steps, u32 (&a)[4][4]) {
     FnRing<W2> ring(fn_thread_here() & 31u);
 #pragma unroll
-    for (u32 s = 0; s < STEPS; s++) {
+    for (u32 s = 0; s < 4; s++) {
         if (s >= n_steps) return;
         u32 words[FnRing<W2>::kLoads], state[8];
         ring.load_any(tile + s * stride, words);
@@ -89,11 +89,10 @@ FN_DEVICE void fn_deep_decode(const u8* tile, u32 stride, u32 n_steps, u32 (&a)[
     }
 }
 
-// Plain weights of up to STEPS k steps; NaN where the format is none that is known.
-template <u32 STEPS>
-FN_DEVICE void fn_deep_plain(bool known, const u8* at, u32 stride, u32 n_steps, u32 (&a)[STEPS][4]) {
+// Plain weights of up to four k steps; NaN where the format is none that is known.
+FN_DEVICE void fn_deep_plain(bool known, const u8* at, u32 stride, u32 n_steps, u32 (&a)[4][4]) {
 #pragma unroll
-    for (u32 s = 0; s < STEPS; s++) {
+    for (u32 s = 0; s < 4; s++) {
         if (s >= n_steps) return;
         uint4 w = make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);
         if (known) w = fn_ld(reinterpret_cast<const uint4*>(at + s * stride) + (fn_thread_here() & 31u));
@@ -101,10 +100,10 @@ FN_DEVICE void fn_deep_plain(bool known, const u8* at, u32 stride, u32 n_steps, 
     }
 }
 
-// The mma operands of up to STEPS k steps of one warp's 16 outputs.  at: its words at the first step; stride: bytes
+// The mma operands of up to four k steps of one warp's 16 outputs.  at: its words at the first step; stride: bytes
 // to the next step's.
-template <u32 KIND, u32 STEPS>
-FN_DEVICE void fn_deep_operand(u32 format, const u8* at, u32 stride, u32 n_steps, u32 (&a)[STEPS][4]) {
+template <u32 KIND>
+FN_DEVICE void fn_deep_operand(u32 format, const u8* at, u32 stride, u32 n_steps, u32 (&a)[4][4]) {
 #define FN_TRELLIS(w2, codebook)                                  \
     case FN_FORMAT_EXL3 | w2 << 8 | codebook << 16:               \
         fn_deep_decode<w2, codebook>(at, stride, n_steps, a);     \
@@ -147,23 +146,20 @@ template <u32 W2, u32 CODEBOOK> struct FnDeepTrellis {
         a[3] = fn_codebook2<CODEBOOK>(state[6], state[7]);
     }
 };
-// The same for any format: for those that are rare, as each form above is a loop of its own.
+// The same for any format, decoded at once: for those that are rare, as each form above is a loop of its own.
 template <u32 KIND> struct FnDeepAny {
-    const u8* at;
-    u32 format, stride;
+    u32 format, done[4][4];
 
-    FN_DEVICE explicit FnDeepAny(u32 format) : at(nullptr), format(format), stride(512u) {}
+    FN_DEVICE explicit FnDeepAny(u32 format) : format(format) {}
     FN_DEVICE void load(const u8* stage, u32 warp) {
         bool exl3 = KIND != FN_DEEP_PLAIN && (format & 255u) == FN_FORMAT_EXL3;
         u32 bytes = exl3 ? 16u * (format >> 8 & 255u) : 512u;
-        at = stage + warp * (exl3 ? bytes : 2048u);
-        if (exl3) stride = FN_DEEP_WARPS * bytes;
+        fn_deep_operand<KIND>(format, stage + warp * (exl3 ? bytes : 2048u), exl3 ? FN_DEEP_WARPS * bytes : 512u, 4u,
+                              done);
     }
     FN_DEVICE void operand(u32 step, u32 (&a)[4]) const {
-        u32 one[1][4];
-        fn_deep_operand<KIND>(format, at + step * stride, stride, 1u, one);
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) a[i] = one[0][i];
+        for (u32 i = 0; i < 4; i++) a[i] = done[step][i];
     }
 };
 #endif
