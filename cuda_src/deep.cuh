@@ -73,11 +73,11 @@ struct FnDeepShared {
 
 // ---- one step ---------------------------------------------------------------------------------------------
 
-template <u32 W2, u32 CODEBOOK>
-FN_DEVICE void fn_deep_decode(const u8* tile, u32 stride, u32 n_steps, u32 (&a)[4][4]) {
+template <u32 W2, u32 CODEBOOK, u32 STEPS>
+FN_DEVICE void fn_deep_decode(const u8* tile, u32 stride, u32 n_steps, u32 (&a)[STEPS][4]) {
     FnRing<W2> ring(fn_thread_here() & 31u);
 #pragma unroll
-    for (u32 s = 0; s < 4; s++) {
+    for (u32 s = 0; s < STEPS; s++) {
         if (s >= n_steps) return;
         u32 words[FnRing<W2>::kLoads], state[8];
         ring.load_any(tile + s * stride, words);
@@ -89,10 +89,11 @@ FN_DEVICE void fn_deep_decode(const u8* tile, u32 stride, u32 n_steps, u32 (&a)[
     }
 }
 
-// Plain weights of up to four k steps; NaN where the format is none that is known.
-FN_DEVICE void fn_deep_plain(bool known, const u8* at, u32 stride, u32 n_steps, u32 (&a)[4][4]) {
+// Plain weights of up to STEPS k steps; NaN where the format is none that is known.
+template <u32 STEPS>
+FN_DEVICE void fn_deep_plain(bool known, const u8* at, u32 stride, u32 n_steps, u32 (&a)[STEPS][4]) {
 #pragma unroll
-    for (u32 s = 0; s < 4; s++) {
+    for (u32 s = 0; s < STEPS; s++) {
         if (s >= n_steps) return;
         uint4 w = make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);
         if (known) w = fn_ld(reinterpret_cast<const uint4*>(at + s * stride) + (fn_thread_here() & 31u));
@@ -100,10 +101,10 @@ FN_DEVICE void fn_deep_plain(bool known, const u8* at, u32 stride, u32 n_steps, 
     }
 }
 
-// The mma operands of up to four k steps of one warp's 16 outputs.  at: its words at the first step; stride: bytes
+// The mma operands of up to STEPS k steps of one warp's 16 outputs.  at: its words at the first step; stride: bytes
 // to the next step's.
-template <u32 KIND>
-FN_DEVICE void fn_deep_operand(u32 format, const u8* at, u32 stride, u32 n_steps, u32 (&a)[4][4]) {
+template <u32 KIND, u32 STEPS>
+FN_DEVICE void fn_deep_operand(u32 format, const u8* at, u32 stride, u32 n_steps, u32 (&a)[STEPS][4]) {
 #define FN_TRELLIS(w2, codebook)                                  \
     case FN_FORMAT_EXL3 | w2 << 8 | codebook << 16:               \
         fn_deep_decode<w2, codebook>(at, stride, n_steps, a);     \
@@ -146,20 +147,24 @@ template <u32 W2, u32 CODEBOOK> struct FnDeepTrellis {
         a[3] = fn_codebook2<CODEBOOK>(state[6], state[7]);
     }
 };
-// The same for any format, decoded at once: for those that are rare, as each form above is a loop of its own.
+// The same for any format, from shared memory step by step: for those that are rare, as each form above is a loop of
+// its own.
 template <u32 KIND> struct FnDeepAny {
-    u32 format, done[4][4];
+    const u8* at;
+    u32 format, stride;
 
-    FN_DEVICE explicit FnDeepAny(u32 format) : format(format) {}
+    FN_DEVICE explicit FnDeepAny(u32 format) : at(nullptr), format(format), stride(512u) {}
     FN_DEVICE void load(const u8* stage, u32 warp) {
         bool exl3 = KIND != FN_DEEP_PLAIN && (format & 255u) == FN_FORMAT_EXL3;
         u32 bytes = exl3 ? 16u * (format >> 8 & 255u) : 512u;
-        fn_deep_operand<KIND>(format, stage + warp * (exl3 ? bytes : 2048u), exl3 ? FN_DEEP_WARPS * bytes : 512u, 4u,
-                              done);
+        at = stage + warp * (exl3 ? bytes : 2048u);
+        if (exl3) stride = FN_DEEP_WARPS * bytes;
     }
     FN_DEVICE void operand(u32 step, u32 (&a)[4]) const {
+        u32 one[1][4];
+        fn_deep_operand<KIND>(format, at + step * stride, stride, 1u, one);
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) a[i] = done[step][i];
+        for (u32 i = 0; i < 4; i++) a[i] = one[0][i];
     }
 };
 #endif
@@ -574,8 +579,9 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
         }
 #undef FN_TRELLIS
     }
-    // d[h] += A B of the rows of half h for one step.
-    FN_DEVICE void start(float (&d)[16][4], u32 (&a)[4], u64 rows, u32 step, bool more) const {
+    // d += A B of one step, or d = A B unless `more`.
+    template <u32 ROW_TILES>
+    FN_DEVICE void start(float (&d)[ROW_TILES][4], u32 (&a)[4], u64 rows, u32 step, bool more) const {
         fn_wgmma_fence();
         fn_wgmma(d, a, rows + 2u * step, more);
         fn_wgmma_commit();
@@ -690,45 +696,51 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
 #undef FN_TRELLIS
         by_blocks<ROW_TILES, FnDeepAny<KIND>>(walk, sum);  // mcg, 3inst, f16
     }
-    // Units are whole blocks of 64 k.  A step's weights are decoded while the products of the step before run, also
+    // Units are whole blocks of 64 k.  As a step's product is done, its registers take that step of the next block, also
     // across units.
     template <u32 ROW_TILES, class Source> FN_DEVICE void by_blocks(const Walk& walk, float (&sum)[ROW_TILES][4]) {
         FnDeepSum<ROW_TILES> units_sum(sum);
         Source source(walk.format);
-        u32 warp = fn_thread_here() >> 5, before = ~0u, a[2][4];
+        u32 warp = fn_thread_here() >> 5, left = walk.units * (walk.steps / 4u), before = ~0u, a[4][4];
         bool never = walk.segments == ~0u;
         float d[ROW_TILES][4];
-#pragma unroll
-        for (u32 i = 0; i < 2; i++) a[i][0] = a[i][1] = a[i][2] = a[i][3] = 0;
         fn_deep_set(d, 0.f);
+        a[3][0] = a[3][1] = a[3][2] = a[3][3] = 0;
+        arrive();
+        source.load(weights_at(slot), warp);
+#pragma unroll
+        for (u32 i = 0; i < 3; i++) source.operand(i, a[i]);
 #pragma unroll 1
         for (u32 unit = 0; unit < walk.units; unit++) {
             fn_hold(d);
 #pragma unroll 1
             for (u32 b = 0; b < walk.steps / 4u; b++) {
-                arrive();
                 u64 rows = fn_tile_descriptor(rows_at(slot));
-                source.load(weights_at(slot), warp);
-#pragma unroll
-                for (u32 i = 0; i < 4; i++) {
-                    fn_wgmma_wait<1>();
-                    fn_keep(a[i & 1u], never, s.slots);
-                    if (i == 1 && before != ~0u) leave(&s.empty[before]);
-                    source.operand(i, a[i & 1u]);
-                    fn_wgmma_fence();
-                    fn_wgmma(d, a[i & 1u], rows + 2u * i, i || b);
-                    fn_wgmma_commit();
-                }
+                start(d, a[0], rows, 0, b != 0);
+                fn_wgmma_wait<1>();  // the block before is done
+                fn_keep(a[3], never, s.slots);
+                if (before != ~0u) leave(&s.empty[before]);
+                source.operand(3, a[3]);
                 before = slot;
                 next_slot<FN_DEEP_STAGES>();
+                if (--left) {
+                    arrive();
+                    source.load(weights_at(slot), warp);
+                }
+#pragma unroll
+                for (u32 i = 0; i < 3; i++) {
+                    start(d, a[i + 1u], rows, i + 1u, true);
+                    fn_wgmma_wait<1>();
+                    fn_keep(a[i], never, s.slots);
+                    source.operand(i, a[i]);
+                }
             }
             fn_hold(d);
             fn_wgmma_wait<0>();
             fn_hold(d);
             units_sum.add(walk.leaves, walk.segments, d, sum);
         }
-        fn_keep(a[0], never, s.slots);
-        fn_keep(a[1], never, s.slots);
+        fn_keep(a[3], never, s.slots);
         leave(&s.empty[before]);
     }
     // bf16 weights, whose operand comes in two halves, and units that end inside a block.
