@@ -147,8 +147,20 @@ template <u32 W2, u32 CODEBOOK> struct FnDeepTrellis {
         a[3] = fn_codebook2<CODEBOOK>(state[6], state[7]);
     }
 };
-// The same for any format, from shared memory step by step: for those that are rare, as each form above is a loop of
-// its own.
+// The same for f16, from shared memory step by step.
+struct FnDeepPlain {
+    const uint4* at;
+
+    FN_DEVICE explicit FnDeepPlain(u32) : at(nullptr) {}
+    FN_DEVICE void load(const u8* stage, u32 warp) {
+        at = reinterpret_cast<const uint4*>(stage + 2048u * warp) + (fn_thread_here() & 31u);
+    }
+    FN_DEVICE void operand(u32 step, u32 (&a)[4]) const {
+        uint4 w = at[32u * step];
+        a[0] = w.x, a[1] = w.y, a[2] = w.z, a[3] = w.w;
+    }
+};
+// The same for any format: for those that are rare, as each form above is a loop of its own.
 template <u32 KIND> struct FnDeepAny {
     const u8* at;
     u32 format, stride;
@@ -694,53 +706,48 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
             }
         }
 #undef FN_TRELLIS
-        by_blocks<ROW_TILES, FnDeepAny<KIND>>(walk, sum);  // mcg, 3inst, f16
+        if (walk.format == FN_FORMAT_F16)
+            by_blocks<ROW_TILES, FnDeepPlain>(walk, sum);
+        else
+            by_blocks<ROW_TILES, FnDeepAny<KIND>>(walk, sum);  // mcg, 3inst, and what nobody knows
     }
-    // Units are whole blocks of 64 k.  As a step's product is done, its registers take that step of the next block, also
+    // Units are whole blocks of 64 k.  A step's weights are decoded while the products of the step before run, also
     // across units.
     template <u32 ROW_TILES, class Source> FN_DEVICE void by_blocks(const Walk& walk, float (&sum)[ROW_TILES][4]) {
         FnDeepSum<ROW_TILES> units_sum(sum);
         Source source(walk.format);
-        u32 warp = fn_thread_here() >> 5, left = walk.units * (walk.steps / 4u), before = ~0u, a[4][4];
+        u32 warp = fn_thread_here() >> 5, before = ~0u, a[2][4];
         bool never = walk.segments == ~0u;
         float d[ROW_TILES][4];
-        fn_deep_set(d, 0.f);
-        a[3][0] = a[3][1] = a[3][2] = a[3][3] = 0;
-        arrive();
-        source.load(weights_at(slot), warp);
 #pragma unroll
-        for (u32 i = 0; i < 3; i++) source.operand(i, a[i]);
+        for (u32 i = 0; i < 2; i++) a[i][0] = a[i][1] = a[i][2] = a[i][3] = 0;
+        fn_deep_set(d, 0.f);
 #pragma unroll 1
         for (u32 unit = 0; unit < walk.units; unit++) {
             fn_hold(d);
 #pragma unroll 1
             for (u32 b = 0; b < walk.steps / 4u; b++) {
+                arrive();
                 u64 rows = fn_tile_descriptor(rows_at(slot));
-                start(d, a[0], rows, 0, b != 0);
-                fn_wgmma_wait<1>();  // the block before is done
-                fn_keep(a[3], never, s.slots);
-                if (before != ~0u) leave(&s.empty[before]);
-                source.operand(3, a[3]);
+                source.load(weights_at(slot), warp);
+#pragma unroll
+                for (u32 i = 0; i < 4; i++) {
+                    fn_wgmma_wait<1>();
+                    fn_keep(a[i & 1u], never, s.slots);
+                    if (i == 1 && before != ~0u) leave(&s.empty[before]);
+                    source.operand(i, a[i & 1u]);
+                    start(d, a[i & 1u], rows, i, i || b);
+                }
                 before = slot;
                 next_slot<FN_DEEP_STAGES>();
-                if (--left) {
-                    arrive();
-                    source.load(weights_at(slot), warp);
-                }
-#pragma unroll
-                for (u32 i = 0; i < 3; i++) {
-                    start(d, a[i + 1u], rows, i + 1u, true);
-                    fn_wgmma_wait<1>();
-                    fn_keep(a[i], never, s.slots);
-                    source.operand(i, a[i]);
-                }
             }
             fn_hold(d);
             fn_wgmma_wait<0>();
             fn_hold(d);
             units_sum.add(walk.leaves, walk.segments, d, sum);
         }
-        fn_keep(a[3], never, s.slots);
+        fn_keep(a[0], never, s.slots);
+        fn_keep(a[1], never, s.slots);
         leave(&s.empty[before]);
     }
     // bf16 weights, whose operand comes in two halves, and units that end inside a block.
