@@ -9,7 +9,7 @@
 //            a wgmma at once does both in the time of one after the other, so what counts is rows a decoded weight:
 //            "wide" products take 256, with the sums of units in shared memory; the others 128 or 64.
 //            bf16 weights take mma.sync there too: their operand has two halves.
-//   else     all threads copy the rows of 64 k; weights come from memory; mma.sync, 64 or 128 rows at a time.
+//   else     all threads copy the rows of 64 k; weights come from memory; mma.sync, 128 rows at a time.
 //
 // Use, by all threads of the block, which strides over the tiles of the launch:
 //   FN_SHARED(Kernel's struct with an FnDeepShared, s);

@@ -1,5 +1,5 @@
 // hopper.cuh: what sm_90a alone has and the prompt kernels use: bulk copies into shared memory, mbarriers, and
-// wgmma with both operands in shared memory.  Every caller has a second form with the same bytes for all other
+// wgmma with weights in registers and rows in shared memory.  Every caller has a second form with the same bytes for all other
 // machines: a wgmma gives the bytes of the mma.sync of its 16-output rows (receipts: case hashes of deep_linear).
 #pragma once
 #include "prelude.cuh"

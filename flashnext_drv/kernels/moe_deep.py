@@ -2,7 +2,7 @@
 
 Kernel sources: cuda_src/moe/moe_plan_*.cu and moe_deep_*.cu.  After router_pick a layer is moe_plan_count,
 moe_plan_scan, moe_plan_place (where each (row, slot) stands when they are sorted by expert, and tiles of up
-to 128 rows of one expert), moe_deep_input, moe_deep_gu, moe_deep_down, moe_deep_sum.  What must stay true:
+to 256 rows of one expert), moe_deep_input, moe_deep_gu, moe_deep_down, moe_deep_sum.  What must stay true:
 bytes are those of the moe and moe_gemv families, whatever the tile a row comes to stand in.
 """
 
