@@ -408,8 +408,8 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
     // Units are whole blocks of 64 k in one leaf, and the words fit.
     static FN_DEVICE bool is_wide(const FnDeepWeights& w, u32 live) {
         u32 width = w.w.format >> 8 & 255u;
-        return live > 128u && (w.w.format & 0xff00ffu) == (FN_FORMAT_EXL3 | 2u << 16) && 512u * width <= FN_DEEP_WORDS &&
-               w.leaves == 1u && w.k % (64u * w.segments) == 0;
+        bool mul1 = (w.w.format & 0xff00ffu) == (FN_FORMAT_EXL3 | 2u << 16);
+        return live > 128u && mul1 && 512u * width <= FN_DEEP_WORDS && w.leaves == 1u && w.k % (64u * w.segments) == 0;
     }
     // All products of a tile are wide, or none.
     template <class Tiles> static FN_DEVICE bool is_wide_tile(const Tiles& tiles) {
@@ -537,7 +537,8 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
     }
     FN_DEVICE void load(const FnDeepWeights& w, const FnDeepRows& rows) {
         const u8* x = reinterpret_cast<const u8*>(rows.x);
-        u32 turn = (fn_thread_here() >> 5) - FN_DEEP_WARPS, k_blocks = rows.k_blocks, images = rows.live > 64u ? 2u : 1u;
+        u32 turn = (fn_thread_here() >> 5) - FN_DEEP_WARPS, k_blocks = rows.k_blocks;
+        u32 images = rows.live > 64u ? 2u : 1u;
         u32 lane = fn_thread_here() & 31u, units = w.leaves * w.segments, steps = w.k / 16u / units;
         bool exl3 = fn_is_exl3(w.w);
         u32 bytes = step_bytes(w.w.format), of_warp = w.tile(lane & 7u);

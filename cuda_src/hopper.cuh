@@ -1,6 +1,7 @@
 // hopper.cuh: what sm_90a alone has and the prompt kernels use: bulk copies into shared memory, mbarriers, and
-// wgmma with weights in registers and rows in shared memory.  Every caller has a second form with the same bytes for all other
-// machines: a wgmma gives the bytes of the mma.sync of its 16-output rows (receipts: case hashes of deep_linear).
+// wgmma with weights in registers and rows in shared memory.  Every caller has a second form with the same bytes
+// for all other machines: a wgmma gives the bytes of the mma.sync of its 16-output rows (receipts: case hashes of
+// deep_linear).
 #pragma once
 #include "prelude.cuh"
 
@@ -73,8 +74,8 @@ template <int TILES> FN_DEVICE void fn_hold(float (&d)[TILES][4]) {
         for (int i = 0; i < 4; i++) asm volatile("" : "+f"(d[j][i])::"memory");
 }
 
-// An A operand's registers are still its own here.  ptxas gives them away once the wgmma is issued, while it still reads
-// them; an instruction behind the wait that could read them, and never does, holds them until then.
+// An A operand's registers are still its own here.  ptxas gives them away once the wgmma is issued, while it still
+// reads them; an instruction behind the wait that could read them, and never does, holds them until then.
 FN_DEVICE void fn_keep(const u32 (&a)[4], bool never, void* shared) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\n@p st.shared.v4.b32 [%5], {%0, %1, %2, %3};\n}" ::"r"(a[0]),

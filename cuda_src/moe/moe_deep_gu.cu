@@ -57,7 +57,8 @@ struct Tiles {
         if (up)
             activate(deep, from, n, gates);
         else
-            deep.store_rotated(from, n, reinterpret_cast<const u16*>(line->gate.svh) + channel, nullptr, gates, width_cap);
+            deep.store_rotated(from, n, reinterpret_cast<const u16*>(line->gate.svh) + channel, nullptr, gates,
+                               width_cap);
     }
     // A lane reads the gates that it stored.
     FN_DEVICE void activate(const Deep& deep, u32 from, u32 n, const float* gates) const {
@@ -72,7 +73,8 @@ struct Tiles {
             deep.rotate(own);
 #pragma unroll 4
             for (u32 row = own; row < stop; row++) {
-                float4 up = deep.quad(row), g = fn_ld(reinterpret_cast<const float4*>(gates + (u64)row * width_cap) + lane);
+                float4 up = deep.quad(row);
+                float4 g = fn_ld(reinterpret_cast<const float4*>(gates + (u64)row * width_cap) + lane);
                 float v[4] = {up.x, up.y, up.z, up.w}, gs[4] = {g.x, g.y, g.z, g.w};
 #pragma unroll
                 for (u32 i = 0; i < 4; i++) {  // as moe_act
