@@ -29,6 +29,8 @@
 // taken in parts of 128 rows.
 //
 // Alignment: trellis and plain data 16 bytes, tile images 1024.
+//
+// Over 500 lines: one walk in its forms, which share the ring, its barriers and the finished tile.
 #pragma once
 #include "exl3.cuh"
 #include "hopper.cuh"

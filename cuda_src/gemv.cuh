@@ -6,8 +6,9 @@
 //   fn_with_weights<PLAIN>(format, job)    job.run<Weights>() of a format
 //
 // A block is one pair of tiles of 16 outputs, a warp a tile: small grids reach all SMs, and the critical path is
-// one tile's.  On an H200 the scheduler issues in three of four cycles here, so only fewer instructions are faster:
-// pairs a warp, larger blocks, more or fewer of them on an SM and words through shared memory were not.
+// one tile's.  On an H200 the scheduler issues in three of four cycles here, so fewer instructions are what is faster;
+// pairs a warp, larger blocks and words through shared memory were not.  A block takes several units one behind the
+// other where that fills the SMs evenly (fn_units_log2, KernelSpec.spread).
 #pragma once
 #include "exl3.cuh"
 

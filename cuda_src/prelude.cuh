@@ -118,10 +118,11 @@ FN_DEVICE u32 fn_hadd2(u32 a, u32 b) {
 
 // Programmatic dependent launch.  A kernel launched with the attribute may start while launches before it on
 // its stream still run.  fn_let_next, first in the kernel, allows that to the launch after it.  fn_wait_prior
-// waits for all launches before, writes included: every thread calls it once, and before it nothing is read
-// that another launch or a copy may write, and nothing is written.  Behind it such bytes are read by fn_ld or
-// fn_ld_here, not by fn_ldg: the read-only path may be moved ahead of the wait.  In a launch without the attribute, and
-// before sm_90, both do nothing.
+// waits for all launches before, writes included: every thread calls it once, and before it nothing is written, and
+// nothing is read but what no launch may still be writing: constants, and what launches ahead of the last fence
+// wrote (KernelSpec.constants, .settled).  Behind it other bytes are read by fn_ld or fn_ld_here, not by fn_ldg:
+// the read-only path may be moved ahead of the wait.  In a launch without the attribute, and before sm_90, both do
+// nothing.
 FN_DEVICE void fn_wait_prior() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

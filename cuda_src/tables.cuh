@@ -67,7 +67,7 @@ struct FnFill { u64 to, from; u32 bytes, pad; };
 // The expert a row's slot goes to, and its routing weight.  Slots are in rising expert id; slot k is the shared one.
 struct FnRoute { u32 expert; float weight; };
 
-// Up to 128 (row, slot) pairs of one expert: sorted positions first .. first + n_rows - 1, first a multiple of 64.
+// Up to 256 (row, slot) pairs of one expert: sorted positions first .. first + n_rows - 1, first a multiple of 64.
 struct FnTile { u32 expert, first, n_rows, pad; };
 
 #define FN_FORMAT_EXL3 0u
