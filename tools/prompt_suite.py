@@ -78,20 +78,14 @@ class Suite:
         return {"tokens_per_s": speed, "new_tokens": len(made.tokens)}
 
     def yardstick(self) -> tuple[dict[str, Any], bool]:
-        simulated = self.engine.facts.is_simulator
-        passes = yardstick.Passes(
-            self.engine,
-            "simulator" if simulated else "sm_90a",
-            self.args.images,
-            self.stack,
-            self.args.options,
-        )
+        passes = yardstick.Passes(self.engine, self.args.images, self.stack, self.args.options)
         count = self.args.tokens[-1]
         found = yardstick.measure(passes, count, min(self.chunk, count), self.args.repeats, FAR, self.rates)
         if self.args.images is not None:
             found["images"] = json.loads((self.args.images / "manifest.json").read_text())
         yardstick.show(found)
-        good = max(found["errors"].values()) < FAR and (simulated or found["ratio"] >= 0.95)
+        good = max(found["errors"].values()) < FAR
+        good &= self.engine.facts.is_simulator or found["ratio"] >= 0.95
         return found, good
 
     def equality(self) -> tuple[dict[str, Any], bool]:

@@ -5,8 +5,12 @@
     python tools/yardstick.py --images DIR --out yardstick.json
     python tools/yardstick.py --device sim                   # shows that it works; times mean nothing
 
-The inexact forms are those of yardstick_forms.py; all other kernels of the pass are the exact ones.  First
-every option runs alone, and for each kernel (products by the part of a layer they serve) the fastest is
+The inexact forms are those of yardstick_forms.py.  They give up the order of sums (all of K in one chain of
+products, experts added by float atomics) and the exact functions; tiles of 256 rows, the ring that feeds them
+and blocks that stride over tiles they have from the exact kernels, whose text they are.  All other kernels of
+the pass are the exact ones.
+
+First every option runs alone, and for each kernel (products by the part of a layer they serve) the fastest is
 taken, the exact kernel among them: the yardstick is tuned by itself.  Then the exact and the chosen pass run
 in turns, with events between all launches.  The ratio is the exact pass's speed over the yardstick's, the
 DeltaNet scan left out of both.  An option whose logits of the last row are further from the exact ones than
@@ -71,7 +75,7 @@ def build_images(folder: Path, arch: str, only: str = "") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "manifest.json"
     made: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    for form in yardstick_forms.forms(arch):
+    for form in yardstick_forms.forms():
         name, digest = control_image(form.spec, form.control), control_digest(form.spec, form.control)
         known = made.get(name, {}).get("digest") == digest and (folder / f"{name}.cubin").is_file()
         if known or not re.search(only, name):
@@ -95,7 +99,7 @@ def load_simulator() -> None:
     """The simulator with the forms beside the real kernels, for this process."""
     with tempfile.TemporaryDirectory(prefix="flashnext-yardstick-") as scratch:
         variants = []
-        for form in yardstick_forms.forms("simulator"):
+        for form in yardstick_forms.forms():
             name, folder = control_image(form.spec, form.control), Path(scratch) / str(len(variants))
             plant(form.spec, form.control, folder)
             digest = control_digest(form.spec, form.control)
@@ -124,18 +128,16 @@ def group_of(key: str) -> str:
 class Passes:
     """Launches of the deep pass, exact or with forms in the place of kernels."""
 
-    def __init__(
-        self, engine: Engine, arch: str, images: Path | None, stack: ExitStack, only: str = ""
-    ) -> None:
+    def __init__(self, engine: Engine, images: Path | None, stack: ExitStack, only: str = "") -> None:
         """only: comma list of options; the others are as if they were not there."""
         assert engine.rank.deep is not None
         self.engine, self.deep = engine, engine.rank.deep
         self.options = {
             group: tuple(o for o in given if not only or o.name in only.split(","))
-            for group, given in yardstick_forms.options(arch).items()
+            for group, given in yardstick_forms.options().items()
         }
         self.modules: dict[str, Module] = {}
-        for form in yardstick_forms.forms(arch):
+        for form in yardstick_forms.forms():
             name = control_image(form.spec, form.control)
             module = Module(engine.rank.ctx, name, *image_of(form, images))
             self.modules[name] = stack.enter_context(module)
@@ -363,7 +365,7 @@ def main() -> int:
         if engine.rank.deep is None:
             print(f"no deep pass: {engine.rank.deep_refused}", file=sys.stderr)
             return 3
-        passes = Passes(engine, "simulator" if simulated else args.arch, images, stack, args.options)
+        passes = Passes(engine, images, stack, args.options)
         chunk = min(engine.rank.chunk, n_tokens)
         found = measure(passes, n_tokens, chunk, args.repeats, args.most, Rates())
         if images is not None:
