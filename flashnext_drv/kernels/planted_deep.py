@@ -113,7 +113,7 @@ DEEP_LINEAR: Final = (
         "every_other_turn",
         "leaf",
         (
-            Edit(_DEEP, "if (i >= count || !tiles.take(i))", "if (i >= count || turn & 1u || !tiles.take(i))"),
+            Edit(_DEEP, "if (i >= count || !tiles.take(i))", "if (turn & 1 || i >= count || !tiles.take(i))"),
             Edit(_DEEP, "i < tiles.count(); i += gridDim.x", "i < tiles.count(); i += 2u * gridDim.x"),
         ),
         cases=("mixed",),

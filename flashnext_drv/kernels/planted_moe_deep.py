@@ -75,7 +75,7 @@ MOE_PLAN_SCAN: Final = (
         "edges",
         "large_tiles",
     ),
-    _one("turns_apart", "index", _SCAN, "first[t] = both + scan_block", "first[t] = scan_block", "most_experts"),
+    _one("turns_apart", "index", _SCAN, "= both + scan_block", "= scan_block", "most_experts"),
     _one("warps_apart", "leaf", _SCAN, "here - v + (warp ? before : 0u)", "here - v", "published"),
     Control(
         "barrier",
@@ -350,6 +350,12 @@ MOE_DEEP_DOWN: Final = (
     ),
     _one("unscaled", "scale", _DEEP, "fn_mul(q.x, scale[0])", "q.x"),
     _one(
-        "first_expert", "stale", _DOWN, "line = lines + tile.expert;", "line = lines;", "mixed", "half_and_one"
+        "first_expert",
+        "stale",
+        _DOWN,
+        "line = lines + tile.expert;",
+        "line = lines;",
+        "mixed",
+        "half_and_one",
     ),
 )
