@@ -55,8 +55,8 @@ Observer = Callable[[Launch], None]
 
 @dataclass(frozen=True, eq=False)
 class _Batched:
-    """A launch of one batch's tiles: its argument words, and the blocks in x for each tile, 0 where blocks stride
-    over any number of them."""
+    """A launch of one batch's tiles: its argument words, and the blocks in x for each tile, 0 where blocks
+    stride over any number of them."""
 
     launch: Launch
     tiles: np.ndarray[Any, np.dtype[np.uint64]]

@@ -115,8 +115,11 @@ MOE_PLAN_SCAN: Final = KernelSpec(
     exempt=_INTEGERS,
     controls=planted.MOE_PLAN_SCAN,
     bound="Exact.",
-    cases=(*_PLAN_CASES, _case("many_blocks", 128 * 19 + 5, rows_cap=128 * 20),
-           _case("large_tiles", 700, rows_cap=768, n_experts=8, members="0,1,256,257,384,385,640,177")),
+    cases=(
+        *_PLAN_CASES,
+        _case("many_blocks", 128 * 19 + 5, rows_cap=128 * 20),
+        _case("large_tiles", 700, rows_cap=768, n_experts=8, members="0,1,256,257,384,385,640,177"),
+    ),
 )
 
 MOE_PLAN_PLACE: Final = KernelSpec(
@@ -236,10 +239,22 @@ _TILE_CASES: Final = (
     _tiles("one_row", 1, f"{_LINE}; 128:mul1_5,mul1_5,mul1_5"),
     _tiles("half_and_one", 65, f"{_LINE}; {_LINE}; 128:mul1_5,mul1_4,mul1_5", members="64,1"),
     _tiles("whole_and_one", 129, f"{_LINE}; {_LINE}; {_LINE}; {_LINE}", members="0,128,1", rows_cap=256),
-    _tiles("wide", 300, f"640:mul1_3,mul1_5,mul1_3; {_LINE}; 128:mul1_3,mul1_8,mul1_8", members="171,129", rows_cap=384,
-           hidden=1024),
-    _tiles("wide_widths", 130, "128:mul1_1,mul1_1.5,mul1_2; 256:mul1_2.5,mul1_3,mul1_3.5; 128:mul1_4,mul1_5,mul1_6",
-           members="130,130", rows_cap=256, n_active=2),
+    _tiles(
+        "wide",
+        300,
+        f"640:mul1_3,mul1_5,mul1_3; {_LINE}; 128:mul1_3,mul1_8,mul1_8",
+        members="171,129",
+        rows_cap=384,
+        hidden=1024,
+    ),
+    _tiles(
+        "wide_widths",
+        130,
+        "128:mul1_1,mul1_1.5,mul1_2; 256:mul1_2.5,mul1_3,mul1_3.5; 128:mul1_4,mul1_5,mul1_6",
+        members="130,130",
+        rows_cap=256,
+        n_active=2,
+    ),
     _tiles("narrow_and_long", 66, "128:mul1_3,mul1_4,mul1_3; 256:mul1_5,mul1_4,mul1_3"),
     _tiles(
         "mixed",

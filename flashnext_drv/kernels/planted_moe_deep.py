@@ -54,7 +54,7 @@ MOE_PLAN_COUNT: Final = (
 )
 
 MOE_PLAN_SCAN: Final = (
-    _one("by_32", "layout", _SCAN, "(n + 63u) & ~63u", "(n + 31u) & ~31u"),
+    _one("by_32", "layout", _SCAN, "(n[t] + 63u) & ~63u", "(n[t] + 31u) & ~31u"),
     _one(
         "last_block",
         "tail",
@@ -64,30 +64,38 @@ MOE_PLAN_SCAN: Final = (
         "edges",
         "three_blocks",
     ),
-    _one("whole_tiles", "tail", _SCAN, "fn_min_u32(n - 128u * i, 128u)", "128u"),
-    _one("turns_apart", "index", _SCAN, "tile += fn_shfl(tiles_before, 31u);", "", "most_experts"),
+    _one("whole_tiles", "tail", _SCAN, "fn_min_u32(n[t] - 256u * i, 256u)", "256u"),
+    _one("half_is_large", "tail", _SCAN, "left > 128u ?", "left >= 128u ?", "edges"),
     _one(
-        "warps_apart",
-        "leaf",
+        "large_last",
+        "layout",
         _SCAN,
-        "my_tile += tile - pieces + (warp ? tiles_skipped : 0u);",
-        "my_tile += tile - pieces;",
-        "published",
+        "(first[t] & 0xffffu) + i : n_large + (first[t] >> 16);",
+        "(both >> 16) + (first[t] & 0xffffu) + i : first[t] >> 16;",
+        "edges",
+        "large_tiles",
     ),
+    _one("turns_apart", "index", _SCAN, "= both + scan_block", "= scan_block", "most_experts"),
+    _one("warps_apart", "leaf", _SCAN, "here - v + (warp ? before : 0u)", "here - v", "published"),
     Control(
         "barrier",
         "barrier",
         (
+            Edit(_SCAN, "    __syncthreads();\n    u32 sums = ", "    u32 sums = "),
             Edit(
                 _SCAN,
-                "    __syncthreads();\n        u32 before = ",
-                "    u32 before = ",
+                "    if (lane == 31u) s.sums",
+                "    if (warp == 1u) fn_delay();\n    if (lane == 31u) s.sums",
             ),
-            Edit(
-                _SCAN,
-                "        if (lane == 31u) {\n",
-                "        if (warp == 1u) fn_delay();\n        if (lane == 31u) {\n",
-            ),
+        ),
+        cases=("published",),
+    ),
+    Control(
+        "scan_over_scan",
+        "barrier",
+        (
+            Edit(_SCAN, "    __syncthreads();  // the scan before has been read\n", ""),
+            Edit(_SCAN, "    u32 sums = ", "    if (warp == 1u) fn_delay();\n    u32 sums = "),
         ),
         cases=("published",),
     ),
@@ -170,6 +178,14 @@ MOE_DEEP_INPUT: Final = (
         "(tile.first + threadIdx.x) / n_slots % fn_ld(&round->n_rows)",
         "edges",
     ),
+    _one(
+        "half_of_a_tile",
+        "stale",
+        _INPUT,
+        "threadIdx.x < tile.n_rows ?",
+        "threadIdx.x < fn_min_u32(tile.n_rows, 128u) ?",
+        "edges",
+    ),
     Control(
         "barrier",
         "barrier",
@@ -177,8 +193,8 @@ MOE_DEEP_INPUT: Final = (
             Edit(_INPUT, "    __syncthreads();\n#pragma unroll 1\n", "#pragma unroll 1\n"),
             Edit(
                 _INPUT,
-                "    if (threadIdx.x < 128u)  //",
-                "    if (threadIdx.x < 128u) fn_delay();\n    if (threadIdx.x < 128u)  //",
+                "    s.row[threadIdx.x] = ",
+                "    if (threadIdx.x < 128u) fn_delay();\n    s.row[threadIdx.x] = ",
             ),
         ),
         cases=("edges",),
@@ -241,8 +257,8 @@ MOE_DEEP_SUM: Final = (
 _GU: Final = "moe/moe_deep_gu.cu"
 _DOWN: Final = "moe/moe_deep_down.cu"
 _DEEP: Final = "deep.cuh"
-
-MOE_DEEP_GU: Final = (
+# Of every product; the cases that show them are the kernel's.
+_SHARED: Final = (
     _one(
         "last_unit_alone",
         "leaf",
@@ -254,30 +270,59 @@ MOE_DEEP_GU: Final = (
     _one(
         "stages_turned",
         "order",
-        _ROWS4,
-        "    fn_rows4_stage<1>(v);\n    fn_rows4_stage<2>(v);\n",
-        "    fn_rows4_stage<2>(v);\n    fn_rows4_stage<1>(v);\n",
+        _DEEP,
+        "for (u32 bit = 1; bit < 64u; bit <<= 1)",
+        "for (u32 bit = 32; bit; bit >>= 1)",
     ),
-    _one("gate_f16", "rounding", _GU, "fn_mul(fn_silu(gate[i]),", "fn_mul(fn_h2f(fn_f2h(fn_silu(gate[i]))),"),
-    _one("gate_for_up", "index", _GU, "fn_mul(v[i], up_out[i])", "fn_mul(gate[i], up_out[i])"),
-    _one("up_of_gate", "index", _GU, "x + (u64)pairs_cap * hidden;", "x;"),
+    Control(
+        "last_piece",
+        "tail",
+        (
+            Edit(_DEEP, "if (i >= count || !tiles.take(i))", "if (i + 1u >= count || !tiles.take(i))"),
+            Edit(_DEEP, "i < tiles.count(); i += gridDim.x", "i + 1u < tiles.count(); i += gridDim.x"),
+        ),
+        cases=("whole_and_one",),
+    ),
+)
+
+MOE_DEEP_GU: Final = (
+    *_SHARED,
+    _one("gate_f16", "rounding", _GU, "fn_mul(fn_silu(gs[i]),", "fn_mul(fn_h2f(fn_f2h(fn_silu(gs[i]))),"),
+    _one("gate_for_up", "index", _GU, "fn_mul(v[i], up_out[i])", "fn_mul(gs[i], up_out[i])"),
+    _one("up_of_gate", "index", _GU, "x, x + (u64)pairs_cap * hidden, h,", "x, x, h,"),
     _one(
-        "padding_positions", "tail", _GU, "if (row < piece.live) fn_rows4_store_tile", "fn_rows4_store_tile"
+        "other_gate",
+        "index",
+        _GU,
+        "(gates + (u64)row * width_cap)",
+        "(gates + (u64)(row ^ 1u) * width_cap)",
+        "half_and_one",
     ),
+    _one(
+        "first_gates",
+        "index",
+        _GU,
+        "float* gates = gate + (u64)first * width_cap",
+        "float* gates = gate + 0u * (u64)first * width_cap",
+        "half_and_one",
+    ),
+    _one("padding_positions", "tail", _GU, "stop = fn_min_u32(own + 16u, end);", "stop = own + 16u;"),
+    _one("padding_gates", "tail", _DEEP, "stop = fn_min_u32(row + 16u, end);", "stop = row + 16u;"),
+    _one("last_own_row", "tail", _GU, "own + 16u, end);", "own + 15u, end);", "half_and_one"),
     _one(
         "beyond_the_width",
         "tail",
         _GU,
-        "channel < line->width ?",
-        "channel <= line->width ?",
+        "return channel < line->width;",
+        "return channel <= line->width;",
         "mixed",
     ),
     _one(
         "width_for_cap",
         "layout",
         _GU,
-        "activate(s, piece, h, width_cap / 64u);",
-        "activate(s, piece, h, piece.line->width / 64u);",
+        "k_blocks = width_cap / 64u;",
+        "k_blocks = line->width / 64u;",
         "mixed",
         "segments",
     ),
@@ -285,38 +330,32 @@ MOE_DEEP_GU: Final = (
 )
 
 MOE_DEEP_DOWN: Final = (
-    _one(
-        "last_unit_alone",
-        "leaf",
-        _DEEP,
-        "sum[j][i] = fn_add(sum[j][i], d[j][i]);",
-        "sum[j][i] = d[j][i];",
-        "segments",
-    ),
-    _one(
-        "stages_turned",
-        "order",
-        _ROWS4,
-        "    fn_rows4_stage<4>(v);\n    fn_rows4_stage<8>(v);\n",
-        "    fn_rows4_stage<8>(v);\n    fn_rows4_stage<4>(v);\n",
-    ),
+    *_SHARED,
     _one(
         "sum_f16",
         "rounding",
-        _DOWN,
-        "o[i] = fn_mul(o[i], scale[i]);",
-        "o[i] = fn_mul(fn_h2f(fn_f2h(o[i])), scale[i]);",
+        _DEEP,
+        "fn_mul(q.x, scale[0])",
+        "fn_mul(fn_h2f(fn_f2h(q.x)), scale[0])",
     ),
-    _one("padding_positions", "tail", _DOWN, "if (row < live) fn_rows4_store", "fn_rows4_store"),
+    _one("padding_positions", "tail", _DEEP, "stop = fn_min_u32(row + 16u, end);", "stop = row + 16u;"),
     _one("first_outputs", "index", _DOWN, "output / 16u, 2u, hidden / 16u", "0u, 2u, hidden / 16u", "mixed"),
     _one(
         "width_for_cap",
         "layout",
         _DOWN,
-        "width_cap / 64u, tile.n_rows};",
-        "line->width / 64u, tile.n_rows};",
+        "width_cap / 64u, live};",
+        "line->width / 64u, live};",
         "narrow_and_long",
     ),
-    _one("unscaled", "scale", _DOWN, "o[i] = fn_mul(o[i], scale[i]);", "o[i] = fn_mul(o[i], 1.f);"),
-    _one("first_expert", "stale", _DOWN, "lines + tile.expert", "lines", "mixed", "half_and_one"),
+    _one("unscaled", "scale", _DEEP, "fn_mul(q.x, scale[0])", "q.x"),
+    _one(
+        "first_expert",
+        "stale",
+        _DOWN,
+        "line = lines + tile.expert;",
+        "line = lines;",
+        "mixed",
+        "half_and_one",
+    ),
 )

@@ -149,12 +149,12 @@ class KernelSpec:
     all before it to end.  settled: pointer arguments last written by launches before the fence that stands
     before this kernel: they may be read before fn_wait_prior too.  The name of an offset (U64) stands for
     what lies there in the state of a slot, of which this kernel is the only writer.  spread: launches whose
-    blocks fit on the device at once are spread evenly over its SMs.  strides: blocks stride in x over the grid
-    that is asked for, and a launch has no more than the device has SMs.  bound: words, with the derivation of
-    the tolerance against FP64.  limits: of each of ARCHS.  rows: axis of the launch's rows in each array of a
-    case, by name (with * and ?).  exempt: stage -> why it cannot apply.  controls: wrong variants that the
-    check must report.  broken: why the kernel breaks rules on purpose; it then has no contract and is never
-    checked.
+    blocks fit on the device at once are spread evenly over its SMs.  strides: blocks stride in x over the
+    grid that is asked for, and a launch has no more than the device has SMs.  bound: words, with the
+    derivation of the tolerance against FP64.  limits: of each of ARCHS.  rows: axis of the launch's rows in
+    each array of a case, by name (with * and ?).  exempt: stage -> why it cannot apply.  controls: wrong
+    variants that the check must report.  broken: why the kernel breaks rules on purpose; it then has no
+    contract and is never checked.
     """
 
     name: str

@@ -55,5 +55,5 @@ def plan(experts: NDArray[Any], n_experts: int) -> Plan:
                     position += 1
         tiles += [(expert, at, min(position - at, TILE_ROWS)) for at in range(first, position, TILE_ROWS)]
         position = -(-position // GROUP) * GROUP
-    tiles.sort(key=lambda tile: tile[2] <= LARGE)  # stable: experts rise among the large, and among the others
+    tiles.sort(key=lambda tile: tile[2] <= LARGE)  # stable: experts rise among both
     return Plan(counts, starts, tuple(tiles), pair_at, pair_of)

@@ -41,8 +41,10 @@ def test_order_of_lanes_warps_and_blocks_does_not_matter(
 
 
 @pytest.mark.parametrize(
-    ("kernel", "name", "output"), [("deep_linear", "rows130", "out0"), ("deep_site_up", "rows70", "m")]
-)
+    ("kernel", "name", "output"),
+    [("deep_linear", "rows130", "out0"), ("deep_linear", "wide_leaves", "out3"),
+     ("deep_site_up", "rows70", "m"), ("deep_site_up", "rows200", "m")],
+)  # fmt: skip
 @pytest.mark.parametrize("fewer", [1, 9, 63])
 def test_a_row_keeps_its_bytes_when_rows_behind_it_are_gone(
     device: CheckDevice, kernel: str, name: str, output: str, fewer: int

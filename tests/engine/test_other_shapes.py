@@ -21,6 +21,8 @@ from flashnext_drv.ref.files import FolderWeights
 from flashnext_drv.ref.model import Dims, Model
 from flashnext_drv.ref.rounding import CONTRACT_FP32
 
+from .test_ring import seat
+
 pytestmark = pytest.mark.sim
 ATTENTION, DELTA = "full_attention", "linear_attention"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -88,3 +90,23 @@ def test_logits_choices_and_launch_widths(
         for chunk in (None, 34):
             assert not expected.differs(prompt_run(engine, longer, Prefill(chunk=chunk)))
         assert engine.prompts.deep_rows == 2 * len(longer)
+
+
+@pytest.mark.parametrize("shape", ["odd", "lean", "sparse"])
+def test_batches_of_experts_leave_the_bytes_of_resident_ones(
+    device: str, prompt_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    """Experts as wide as, wider and narrower than the model: what a batch leaves, the next ones keep."""
+    model = replace(MODELS["micro"], name=shape, text=MODELS["micro"].text | SHAPES[shape])
+    monkeypatch.setitem(MODELS, shape, model)
+    pack = SynthPack(shape, 3)
+    n_experts = pack.config.n_experts
+    limits = Limits(context_tokens=96, rows=16, prompt_rows=16, deep_rows=2, expert_lines=n_experts - 1,
+                    ring_depth=2, ring_lines=3)
+    ids = [(29 * i + 3) % pack.config.vocab for i in range(66)]
+    with Engine.open(pack, limits, device=device) as engine:
+        assert engine.rank.deep is not None and engine.rank.deep.ring is not None
+        expected = prompt_run(engine, ids, Prefill(deep=False))
+        for n_lines in (1, 3, 4, n_experts - 1):
+            seat(engine, n_lines)
+            assert not expected.differs(prompt_run(engine, ids, Prefill()))

@@ -62,7 +62,7 @@ def ring(engine: Engine) -> Any:
 
 def seat(engine: Engine, n_lines: int, first: int = 0) -> None:
     """The experts first, first + 1, ... in n_lines lines of every layer, and no more lines in use."""
-    layers = [[(first + i) % 16 for i in range(n_lines)]] * engine.config.n_layers
+    layers = [[(first + i) % engine.config.n_experts for i in range(n_lines)]] * engine.config.n_layers
     with engine.rank.ctx.active():
         engine.rank.experts.seat(engine.rank.stream, layers, n_lines)
         engine.rank.stream.synchronize()

@@ -41,9 +41,9 @@ def test_spans_hold_each_row_and_no_more() -> None:
     for name, width in {**PRIVATE, **MIXER}.items():
         assert found[name] == ROWS * width, name
     assert found["d_score"] == ROWS * made.layout.max_blocks * 4 and made.layout.max_blocks == 256
-    assert made.pairs == (PAIRS, 256 * 5 // 128 + 17)
+    assert made.pairs == (PAIRS, 256 * 5 // 256 + 17)
     assert [found[f"d_moe_{name}"] for name in "xhv"] == [2 * PAIRS * 256, PAIRS * 256, PAIRS * 512]
-    assert (found["d_counts"], found["d_starts"], found["d_tiles"]) == (2 * 17 * 4, 2 * 17 * 4, 27 * 16)
+    assert (found["d_counts"], found["d_starts"], found["d_tiles"]) == (2 * 17 * 4, 2 * 17 * 4, 22 * 16)
     assert (found["d_pair_of"], found["d_n_tiles"]) == (PAIRS * 4, 4)
     # qkv, z and a of DeltaNet have operands of their own; q, k, v and the index key have one each
     assert found["d_x"] == max(ROWS * 1024 * 2, 4 * ROWS * 128 * 2)
@@ -86,11 +86,11 @@ def test_layouts_worth_reserving(limits: dict[str, int], rows: list[int]) -> Non
 
 
 def test_offloaded_experts_have_lines_and_tiles_of_batches() -> None:
-    """17 experts with the shared one, 112 bytes a line, 27 tiles of 16; the plan goes to pinned memory."""
+    """17 experts with the shared one, 112 bytes a line, 22 tiles of 16; the plan goes to pinned memory."""
     made, resident = DeepLayout(layout(expert_lines=3), ROWS), DeepLayout(layout(), ROWS)
     assert made.ring == {
-        "d_lines": (0, 17 * 112), "d_batch_n": (2048, 17 * 4), "d_batch_tiles": (2304, 27 * 16)}
-    assert made.plan == {"d_n_tiles": (0, 4), "d_tiles": (256, 27 * 16)} and not resident.ring
+        "d_lines": (0, 17 * 112), "d_batch_n": (2048, 17 * 4), "d_batch_tiles": (2304, 22 * 16)}
+    assert made.plan == {"d_n_tiles": (0, 4), "d_tiles": (256, 22 * 16)} and not resident.ring
     assert made.sizes["ring"] == 2304 + 512 and "ring" not in resident.sizes
     assert not {"d_tiles", "d_n_tiles"} & set(made.span_bytes())
     assert {"d_tiles", "d_n_tiles"} < set(resident.span_bytes()) and resident.plan == {}

@@ -1,14 +1,18 @@
-"""Shares of decode's products: units a block, and the memory that spreads blocks evenly over the SMs."""
+"""Shares of products: decode's units a block and the memory that spreads blocks evenly over the SMs; prompt
+kernels' blocks that stride, of which a launch has one an SM at most."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from flashnext_drv.drv.context import DeviceFacts
 from flashnext_drv.kernels import catalog
-from flashnext_drv.kernels.bind import spread_bytes
+from flashnext_drv.kernels.bind import make_launch, spread_bytes
+from flashnext_drv.kernels.spec import KernelSpec
 from flashnext_drv.model.linears import MANY_BLOCKS, Member
 
 pytestmark = pytest.mark.host
@@ -67,3 +71,25 @@ def test_units_a_block_at_the_published_sizes(k: int, n: int, leaves: int, block
     at_once = -(-n // 32) * member.units // blocks
     assert at_once & (at_once - 1) == 0 and at_once <= member.units
     assert at_once == 1 or blocks >= MANY_BLOCKS
+
+
+def launched(spec: KernelSpec, grid: int | tuple[int, ...], n_sms: int = H200.n_sms) -> tuple[int, int, int]:
+    """The grid that a launch of the kernel has, of one that was asked for."""
+    ctx = SimpleNamespace(facts=replace(H200, n_sms=n_sms, is_simulator=True))
+    function = SimpleNamespace(name=spec.name, handle=0, allow_shared=lambda size_bytes: None)
+    module: Any = SimpleNamespace(ctx=ctx, function=lambda name: function)
+    return make_launch(module, spec, grid, {arg.name: 0 for arg in spec.args}).grid
+
+
+def test_blocks_that_stride_are_one_an_sm_at_most() -> None:
+    striding = [spec for spec in catalog.specs() if spec.strides]
+    assert {spec.name for spec in striding} == {"deep_linear", "deep_site_up", "moe_deep_gu", "moe_deep_down"}
+    for spec in striding:
+        assert [launched(spec, blocks)[0] for blocks in (1, 131, 132, 133, 70000)] == [1, 131, 132, 132, 132]
+        assert launched(spec, (500, 300, 7)) == (132, 300, 7)
+        assert launched(spec, 500, n_sms=78) == (78, 1, 1)
+
+
+def test_other_grids_are_what_was_asked_for() -> None:
+    other = replace(catalog.spec("deep_linear"), strides=False)
+    assert launched(other, 70000) == (70000, 1, 1) and launched(GEMV, (500, 2)) == (500, 2, 1)
