@@ -294,6 +294,7 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
         fn_registers_take<232>();
         if constexpr (KIND != FN_DEEP_PLAIN) {
             compute_all<true>(tiles, turn);
+            fn_async_fence();  // copies come where sums lay
             leave(&s.idle);
             slot = 0;
             if (!all_wide) turn = 0;

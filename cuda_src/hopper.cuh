@@ -83,6 +83,9 @@ FN_DEVICE void fn_keep(const u32 (&a)[4], bool never, void* shared) {
         : "memory");
 }
 
+// What this thread wrote to shared memory may be overwritten by copies, once a barrier was passed behind this.
+FN_DEVICE void fn_async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // A tile image in shared memory (rows of 128 bytes, 128-byte swizzle, K-major) as an operand: start / 16; 8 rows
 // = 1024 bytes; swizzle mode 1.  A k step further is + 2 (32 bytes).
 FN_DEVICE u64 fn_tile_descriptor(const void* image) {

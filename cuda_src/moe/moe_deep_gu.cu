@@ -3,8 +3,9 @@
 //             f16, two tile images of (pairs_cap, hidden): gate, up -> h f16, tile image of (pairs_cap,
 //             width_cap): channels below line.width of the tiles' rows.  hidden, line.width, width_cap,
 //             pairs_cap % 128 == 0.  Other positions are not written; of x they are read at most up to
-//             the next multiple of 64 and meet nothing.  gate f32 (pairs_cap, width_cap): scratch, the
-//             finished gates at the positions of h.
+//             the next multiple of 64 and meet nothing.  gate f32 (pairs_cap, the larger of hidden and
+//             width_cap): scratch, the finished gates at the positions of h.  The pitch is such that gates may lie
+//             where the down projection puts its outputs: each in the row of its own position.
 // Launch      grid (1 .. n_tiles * width_cap / 128), block 384, shared DeepGuShared: a block strides over pieces of
 //             128 channels of a tile, those of one tile one behind the other.
 // Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, line.width, 1) segments;  gate, up:
@@ -28,7 +29,7 @@ struct Tiles {
     const u16 *x, *x_up;
     u16* h;
     float* gate;
-    u32 n_tiles, hidden, width_cap;
+    u32 n_tiles, hidden, width_cap, gate_pitch;
     // the present piece: 128 channels from `channel` on, rows first .. first + live - 1 of the sorted order
     const FnLine* line;
     u32 channel, first, live;
@@ -53,12 +54,12 @@ struct Tiles {
     }
     FN_DEVICE void begin(u32, u32) const {}
     FN_DEVICE void finish(const Deep& deep, u32 up, u32 from, u32 n) const {
-        float* gates = gate + (u64)first * width_cap + channel;
+        float* gates = gate + (u64)first * gate_pitch + channel;
         if (up)
             activate(deep, from, n, gates);
         else
             deep.store_rotated(from, n, reinterpret_cast<const u16*>(line->gate.svh) + channel, nullptr, gates,
-                               width_cap);
+                               gate_pitch);
     }
     // A lane reads the gates that it stored.
     FN_DEVICE void activate(const Deep& deep, u32 from, u32 n, const float* gates) const {
@@ -74,7 +75,7 @@ struct Tiles {
 #pragma unroll 4
             for (u32 row = own; row < stop; row++) {
                 float4 up = deep.quad(row);
-                float4 g = fn_ld(reinterpret_cast<const float4*>(gates + (u64)row * width_cap) + lane);
+                float4 g = fn_ld(reinterpret_cast<const float4*>(gates + (u64)row * gate_pitch) + lane);
                 float v[4] = {up.x, up.y, up.z, up.w}, gs[4] = {g.x, g.y, g.z, g.w};
 #pragma unroll
                 for (u32 i = 0; i < 4; i++) {  // as moe_act
@@ -101,7 +102,8 @@ FN_KERNEL((const FnRound* round, const FnTile* tiles, const u32* n_tiles, const 
     using namespace FN_NAMESPACE;
     FN_SHARED(DeepGuShared, s);
     if (fn_ld(&round->n_rows) == 0) return;
-    Tiles all = {tiles, lines, x, x + (u64)pairs_cap * hidden, h, gate, fn_ld(n_tiles), hidden, width_cap};
+    Tiles all = {tiles, lines, x, x + (u64)pairs_cap * hidden, h, gate, fn_ld(n_tiles), hidden, width_cap,
+                 fn_max_u32(hidden, width_cap)};
     if (blockIdx.x >= all.count()) return;
     Deep(s.deep).run(all);
 }

@@ -165,7 +165,7 @@ def gate_up(case: Case, seed: int) -> Operands:
             **x.arrays,
             "x": images,
             "h": to_tiles(poison((layer.pairs_cap, x.width_cap), np.float16)),
-            "gate": poison((layer.pairs_cap, x.width_cap), np.float32),
+            "gate": poison((layer.pairs_cap, max(x.hidden, x.width_cap)), np.float32),
             "routes": layer.routes,
         },
         scalars={

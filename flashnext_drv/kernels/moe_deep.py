@@ -281,7 +281,7 @@ MOE_DEEP_GU: Final = KernelSpec(
         _LINES,
         Arg("x", PTR, "f16, two tile images of (pairs_cap, hidden): gate, up", "r"),
         Arg("h", PTR, "f16, tile image of (pairs_cap, width_cap)", "w"),
-        Arg("gate", PTR, "(pairs_cap, width_cap) f32, scratch: the finished gates", "w"),
+        Arg("gate", PTR, "(pairs_cap, max(hidden, width_cap)) f32, scratch: the finished gates", "w"),
         _HIDDEN,
         _WIDTH,
         _PAIRS,

@@ -110,6 +110,13 @@ class DeepLayout:
         fitting = SCORE_BYTES // (4 * self.layout.max_blocks) // ROW_STEP * ROW_STEP
         return min(self.rows, max(fitting, ROW_STEP))
 
+    @property
+    def gates(self) -> str:
+        """Span of the finished gates: the rows that outputs come to lie in, where they fit there.  Offloaded experts
+        come batch by batch, so a gate must not lie in another position's output."""
+        fits = self.layout.width_cap <= self.layout.config.hidden or not self.layout.offloads
+        return "d_moe_v" if fits else "d_moe_gate"
+
     def size_bytes(self, guard: bool = False) -> int:
         """Bytes of the arena.  guard: with a guard zone behind each span."""
         return arena_bytes(self.sizes.values(), guard)
@@ -197,11 +204,12 @@ class DeepLayout:
 
     def _experts(self) -> dict[str, int]:
         hidden, pairs_cap = self.layout.config.hidden, self.pairs[0]
-        return {
+        spans = {
             "d_moe_x": 2 * self.image_bytes(hidden, pairs_cap),
             "d_moe_h": self.image_bytes(self.layout.width_cap, pairs_cap),
-            "d_moe_v": pairs_cap * max(hidden, self.layout.width_cap) * 4,  # the gates first
+            "d_moe_v": pairs_cap * hidden * 4,
         }
+        return spans | {self.gates: pairs_cap * max(hidden, self.layout.width_cap) * 4}
 
 
 def deep_groups(layout: Layout) -> tuple[str, ...]:

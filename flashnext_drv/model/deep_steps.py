@@ -386,7 +386,7 @@ class _Walk:
                 **tiles,
                 "x": "d_moe_x",
                 "h": "d_moe_h",
-                "gate": "d_moe_v",
+                "gate": self.deep.gates,
                 "hidden": c.hidden,
                 "width_cap": width,
                 "pairs_cap": pairs_cap,
