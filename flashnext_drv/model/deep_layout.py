@@ -112,8 +112,8 @@ class DeepLayout:
 
     @property
     def gates(self) -> str:
-        """Span of the finished gates: the rows that outputs come to lie in, where they fit there.  Offloaded experts
-        come batch by batch, so a gate must not lie in another position's output."""
+        """Span of the finished gates: the rows that outputs come to lie in, where they fit there.  Offloaded
+        experts come batch by batch, so a gate must not lie in another position's output."""
         fits = self.layout.width_cap <= self.layout.config.hidden or not self.layout.offloads
         return "d_moe_v" if fits else "d_moe_gate"
 
