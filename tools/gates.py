@@ -22,6 +22,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,8 +44,8 @@ class Gate:
     """command: words for the Python of this run, in the worktree; {tmp} is a folder for its files.
 
     after: gates that must have passed.  needs: a file of the commit without which there is no such gate.
-    gpu: needs one.  long: minutes to hours, only with --long.  says: what the output must contain; its named
-    groups become counts.
+    program: one that must be on the path, or the gate is not run.  gpu: needs one.  long: minutes to hours,
+    only with --long.  says: what the output must contain; its named groups become counts.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Gate:
     what: str
     after: tuple[str, ...] = ()
     needs: str = ""
+    program: str = ""
     gpu: bool = False
     long: bool = False
     limit_s: float = 3600.0
@@ -68,6 +70,9 @@ GATES = (
     Gate("lint", ("-m", "ruff", "check", "."), "house rules of form"),
     Gate("types", ("-m", "mypy"), "strict types", needs="pyproject.toml"),
     Gate("records", (*_PACKAGE, "records", "--device", "sim"), "registers, spills, occupancy", ("build",)),
+    Gate("registers", ("tools/wgmma_registers.py",), "no register is written while a wgmma reads it",
+         ("build",), needs="tools/wgmma_registers.py", program="nvdisasm",
+         says=r"(?P<products>\d+) products .* (?P<early>\d+) of them"),
     Gate("coverage", ("tools/coverage_table.py",), "the table of kernels is current", ("build",),
          needs="tools/coverage_table.py"),
     Gate("receipts", ("tools/receipt.py", "verify"), "receipts hold what they say", ("build",),
@@ -165,6 +170,8 @@ def _left_out(
         return "takes long: --long"
     if gate.needs and not (tree / gate.needs).exists():
         return f"the commit has no {gate.needs}"
+    if gate.program and shutil.which(gate.program) is None:
+        return f"{gate.program} is not on the path"
     for name in gate.after:
         if states.get(name) != PASSED:
             return f"{name} {'was not run' if states.get(name) == NOT_RUN else 'failed'}"

@@ -37,6 +37,7 @@ def test_a_gate_passes_only_when_it_says_so(tmp_path: Path) -> None:
         Gate("gpu", ("-c", "pass"), "", gpu=True),
         Gate("long", ("-c", "pass"), "", long=True),
         Gate("absent", ("-c", "pass"), "", needs="tools/none.py"),
+        Gate("program", ("-c", "pass"), "", program="no-program-is-called-so"),
     )
     assert found["good"] == found["behind good"] == (PASSED, "")
     for name in ("silent", "bad"):
@@ -45,7 +46,7 @@ def test_a_gate_passes_only_when_it_says_so(tmp_path: Path) -> None:
     assert found["slow"][0] == FAILED and "took longer" in found["slow"][1]
     assert found["behind code"] == (NOT_RUN, "code failed")
     assert found["behind that"] == (NOT_RUN, "behind code was not run")
-    assert [found[name][0] for name in ("gpu", "long", "absent")] == [NOT_RUN] * 3
+    assert [found[name][0] for name in ("gpu", "long", "absent", "program")] == [NOT_RUN] * 4
     assert run(tmp_path, Gate("a", ("-c", "pass"), ""), only=("b",)) == {"a": (NOT_RUN, "left out by --only")}
 
 
