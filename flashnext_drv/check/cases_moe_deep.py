@@ -58,13 +58,14 @@ def _count(case: Case, seed: int) -> Operands:
 
 def _scan(case: Case, seed: int) -> Operands:
     x = Layer(case, seed)
+    tiles_cap = len(x.plan.tiles) - 2 if x.special == "few_tiles" else x.tiles_cap
 
     def expect(got: Arrays) -> None:
         blocks, want = len(x.plan.starts), x.tables()
         same_bits("starts", got["starts"][:blocks], x.by_block(x.plan.starts)[:blocks])
         untouched("starts of blocks without rows", got["starts"][blocks:])
-        same_bits("n_tiles", got["n_tiles"], want["n_tiles"])
-        n = len(x.plan.tiles)
+        n = min(len(x.plan.tiles), tiles_cap)
+        same_bits("n_tiles", got["n_tiles"], np.array([n], np.uint32))
         for name in ("expert", "first", "n_rows", "pad"):
             same_bits(f"tiles: {name}", got["tiles"][name][:n], want["tiles"][name][:n])
         untouched("tiles beyond the last", got["tiles"][n:])
@@ -77,7 +78,7 @@ def _scan(case: Case, seed: int) -> Operands:
             "tiles": poison(x.tiles_cap, TILE),
             "n_tiles": poison(1, np.uint32),
         },
-        scalars={"n_experts": x.n_experts, "tiles_cap": x.tiles_cap},
+        scalars={"n_experts": x.n_experts, "tiles_cap": tiles_cap},
         grid=(1, 1, 1),
         relocations=[],
         outputs=("starts", "tiles", "n_tiles"),

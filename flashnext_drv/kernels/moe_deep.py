@@ -118,6 +118,7 @@ MOE_PLAN_SCAN: Final = KernelSpec(
     cases=(
         *_PLAN_CASES,
         _case("many_blocks", 128 * 19 + 5, rows_cap=128 * 20),
+        _case("few_tiles", 300, rows_cap=384, special="few_tiles"),
         _case("large_tiles", 700, rows_cap=768, n_experts=8, members="0,1,256,257,384,385,640,177"),
     ),
 )
