@@ -5,7 +5,7 @@
 
 An A operand in registers is read while its product runs; ptxas may give the registers away before the wait
 for it (cuda_src/hopper.cuh, fn_keep).  For every such HGMMA of the sm_90a images the instructions behind it
-are read in order, a loop's body once more behind its own end, until a wait (WARPGROUP.DEPBAR) covers the
+are read in order, each loop's body once more behind its own end, until a wait (WARPGROUP.DEPBAR) covers the
 product's group: none of them may write one of its four registers.  nvdisasm comes with the CUDA toolkit
 (the package nvidia-cuda-nvcc); nothing else of this project needs it.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,16 +83,17 @@ def early_writes(lines: list[str]) -> list[tuple[Product, str]]:
 
 
 def _behind(lines: list[str], labels: dict[str, int], at: int) -> Iterator[str]:
-    """The instructions behind line `at`; from the branch that ends the loop around it on the loop's body
-    again, once, and then what follows."""
-    again = False
+    """The instructions behind line `at`; from each branch that ends a loop on the loop's body again, once,
+    and then what follows."""
+    followed: set[int] = set()
     at += 1
     while at < len(lines) and not _KERNEL.match(lines[at]):
         line = lines[at]
         yield line
         branch = _BRANCH.search(line)
-        if branch and labels.get(branch[1], at) < at and not again:
-            again, at = True, labels[branch[1]]
+        if branch and labels.get(branch[1], at) < at and at not in followed:
+            followed.add(at)
+            at = labels[branch[1]]
             continue
         at += 1
 
@@ -123,6 +125,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--nvdisasm", type=Path, default=Path("nvdisasm"), help="the program")
     given = parser.parse_args(argv)
+    if shutil.which(given.nvdisasm) is None:
+        parser.error(f"--nvdisasm {given.nvdisasm} is no program; the package nvidia-cuda-nvcc has it")
     n_products = n_early = 0
     for family in catalog.families():
         image = catalog.cubin_root() / catalog.manifest().image(family, HOPPER).file

@@ -66,7 +66,7 @@ class _Batched:
     def run(self, stream: Stream, turn: Turn) -> None:
         self.tiles[0], self.n_tiles[0] = turn.tiles, turn.n_tiles_at
         x, y, z = self.launch.grid
-        self.launch.run_grid(stream, (self.blocks * turn.n_tiles or x, y, z))
+        self.launch.run_grid(stream, (self.blocks * turn.n_tiles if self.blocks else x, y, z))
 
 
 @dataclass(frozen=True, eq=False)

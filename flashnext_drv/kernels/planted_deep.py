@@ -11,11 +11,16 @@ from typing import Final
 
 from .spec import Control, Edit
 
-__all__ = ["DEEP_LINEAR", "DEEP_SITE_UP"]
+__all__ = ["DEEP_LINEAR", "DEEP_SITE_UP", "WITHOUT_LAST_TILE"]
 
 _DEEP: Final = "deep.cuh"
 _LINEAR: Final = "deep/deep_linear.cu"
 _SITE: Final = "deep/deep_site_up.cu"
+# both walks over tiles end one early; of the moe_deep family too
+WITHOUT_LAST_TILE: Final = (
+    Edit(_DEEP, "if (i >= count || !tiles.take(i))", "if (i + 1u >= count || !tiles.take(i))"),
+    Edit(_DEEP, "i < tiles.count(); i += gridDim.x", "i + 1u < tiles.count(); i += gridDim.x"),
+)
 
 
 def _one(name: str, kind: str, file: str, old: str, new: str, *cases: str) -> Control:
@@ -100,15 +105,7 @@ DEEP_LINEAR: Final = (
         "((at + 8u * (i >> 1 ^ 1u)) ^ turned",
         "f16",
     ),
-    Control(
-        "last_tile",
-        "tail",
-        (
-            Edit(_DEEP, "if (i >= count || !tiles.take(i))", "if (i + 1u >= count || !tiles.take(i))"),
-            Edit(_DEEP, "i < tiles.count(); i += gridDim.x", "i + 1u < tiles.count(); i += gridDim.x"),
-        ),
-        cases=("mixed",),
-    ),
+    Control("last_tile", "tail", WITHOUT_LAST_TILE, cases=("mixed",)),
     Control(
         "every_other_turn",
         "leaf",

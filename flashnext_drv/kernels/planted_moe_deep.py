@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from .planted_deep import WITHOUT_LAST_TILE
 from .spec import Control, Edit
 
 __all__ = [
@@ -274,15 +275,7 @@ _SHARED: Final = (
         "for (u32 bit = 1; bit < 64u; bit <<= 1)",
         "for (u32 bit = 32; bit; bit >>= 1)",
     ),
-    Control(
-        "last_piece",
-        "tail",
-        (
-            Edit(_DEEP, "if (i >= count || !tiles.take(i))", "if (i + 1u >= count || !tiles.take(i))"),
-            Edit(_DEEP, "i < tiles.count(); i += gridDim.x", "i + 1u < tiles.count(); i += gridDim.x"),
-        ),
-        cases=("whole_and_one",),
-    ),
+    Control("last_piece", "tail", WITHOUT_LAST_TILE, cases=("whole_and_one",)),
 )
 
 MOE_DEEP_GU: Final = (

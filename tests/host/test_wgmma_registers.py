@@ -56,6 +56,19 @@ def test_a_loop_is_followed_around() -> None:
     assert early(body[0], body[2], body[1], *body[3:]) == []
 
 
+def test_a_loop_within_does_not_hide_the_loop_around() -> None:
+    """A thread that waits for a barrier goes round by itself ahead of the outer loop's end."""
+    spin = [".L_x_2:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR8], R128 ;", "@!P1 BRA `(.L_x_2) ;"]
+    body = [".L_x_1:", "LDS.128 R140, [R7] ;", NONE_LEFT, FIRST, *spin, "@P0 BRA `(.L_x_1) ;", NONE_LEFT]
+    assert early(*body) == ["LDS.128 R140, [R7] ;"]
+
+
+def test_a_missing_program_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        wgmma_registers.main(["--nvdisasm", "no-such-nvdisasm"])
+    assert ended.value.code == 2 and "no-such-nvdisasm" in capsys.readouterr().err
+
+
 def test_the_next_kernel_is_another() -> None:
     lines = [".text.one:", FIRST, "EXIT ;", ".text.two:", "MOV R140, R9 ;", SECOND, NONE_LEFT]
     assert wgmma_registers.early_writes(lines) == []
