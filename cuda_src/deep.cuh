@@ -5,9 +5,8 @@
 // exl3_dot_v1, plain_dot_v1), units added by part_sum_v1.
 //   sm_90a   the loading warps bring weights and rows of 64 k at a time into a ring in shared memory (bulk copies,
 //            mbarriers), also for the product after the present one.  A warpgroup decodes the weights of 64 outputs
-//            into registers, the A operand of wgmma.  On an H200 a scheduler that starts instructions of a decode and
-//            a wgmma at once does both in the time of one after the other, so what counts is rows a decoded weight:
-//            "wide" products take 256, with the sums of units in shared memory; the others 128 or 64.
+//            into registers, the A operand of wgmma.  The more rows a decoded weight meets the better: "wide"
+//            products take 256, with the sums of units half in shared memory; the others 128 or 64.
 //            bf16 weights take mma.sync there too: their operand has two halves.
 //   else     all threads copy the rows of 64 k; weights come from memory; mma.sync, 128 rows at a time.
 //
@@ -21,10 +20,11 @@
 //   take(i)                         from now on tile i; false: there is nothing to do.  Tiles of more than 128 rows
 //                                   come before all others
 //   weights(p), rows(p)             of product p
-//   begin(p, n)                     by the threads that compute, before the product of the tile's n rows
-//   finish(deep, p, first, n)       by all warps that compute: rows first .. first + n - 1 of product p's tile are
-//                                   there, for deep.output, or a warp's own 16 of every 128 for deep.rotate, quad
-//                                   and store_rotated
+//   begin(deep, p, n)               by the threads that compute, before the product of the tile's n rows; asks for
+//                                   scales by deep.bring, which are there for finish
+//   finish(deep, p, first, n)       by all warps that compute: rows first .. first + n - 1 of product p's tile, 128 at
+//                                   most, are there for deep.output, or a warp's own 16 for deep.rotate, quad and
+//                                   store_rotated
 // All wide products of a block come before its others: they use the shared memory differently.  What is not wide is
 // taken in parts of 128 rows.
 //
@@ -32,6 +32,7 @@
 //
 // Over 500 lines: one walk in its forms, which share the ring, its barriers and the finished tile.
 #pragma once
+#include "async.cuh"
 #include "exl3.cuh"
 #include "hopper.cuh"
 
@@ -41,9 +42,9 @@
 #define FN_DEEP_PLAIN 1u
 #define FN_DEEP_EXL3 2u
 #define FN_DEEP_ROWS 256u     // of a whole tile
-#define FN_DEEP_STAGES 4u     // of the ring where a product is not wide: a slot of rows, one of weights
-#define FN_DEEP_HALVES 5u     // slots of the ring of a wide product: 128 rows of 64 k
-#define FN_DEEP_WORDS 6144u   // most bytes of 128 outputs and 64 k there
+#define FN_DEEP_STAGES 4u     // of the ring, two slots each: halves of the rows (wide products) or rows and weights
+#define FN_DEEP_SLOTS 8u      // of the ring
+#define FN_DEEP_WORDS 6144u   // most bytes of 128 outputs and 64 k in a wide product
 
 // The weights of a tile of 128 outputs.  Warp i takes outputs 16 n(i) .. + 15, n(i) = first + (i / 2) step + i % 2:
 // a plain linear has step 2.  Warps with n(i) >= limit have nothing: their sums mean nothing.
@@ -62,14 +63,15 @@ struct FnDeepRows {
 
 struct FnDeepShared {
 #ifdef FN_HOPPER
-    // The finished tile, and a wide product's sums, from the first slot on; the ring of a wide product in the last
-    // five, that of others from the fifth on: their tile is half as large.
-    u8 slots[13][16384];
-    u8 words[3][FN_DEEP_WORDS];  // weights of a wide product: [step][warp]
-    u64 full[FN_DEEP_HALVES], empty[FN_DEEP_HALVES], idle;
+    // The finished tile of 128 rows, before that sums of a wide product; then the ring, 16 KB a slot.
+    u8 slots[4u + FN_DEEP_SLOTS][16384];
+    u8 words[FN_DEEP_STAGES][FN_DEEP_WORDS];  // weights of a wide product: [step][warp]
+    u16 scales[2][128];
+    u64 full[FN_DEEP_SLOTS], empty[FN_DEEP_SLOTS], idle;
 #else
     u8 slots[4][16384];  // the finished tile of 128 rows
     u8 rows[16384];      // two images
+    u16 scales[2][128];
 #endif
 };
 
@@ -219,32 +221,50 @@ template <u32 ROW_TILES> FN_DEVICE void fn_deep_set(float (&d)[ROW_TILES][4], fl
 
 // ---- sums of units ----------------------------------------------------------------------------------------
 
-// part_sum_v1 as the units come: segments of a leaf rising; a finished leaf waits for its neighbour in the tree.
-// A leaf begins at -0, the one number that leaves every other as it is when it is added to it.
-template <u32 ROW_TILES> struct FnDeepSum {
-    u32 leaf = 0, segment = 0;       // of the next unit
-    float waiting[3][ROW_TILES][4];  // finished subtrees of 1, 2 and 4 leaves; only where there are leaves
+// part_sum_v1 as the units come: segments of a leaf rising, from -0, the one number that leaves every other as it is
+// when it is added to it.  A finished subtree waits for its neighbour: a leaf in shared memory, where the tile will
+// lie, those of two and of four leaves, which are rarer, in local memory.
+template <u32 ROW_TILES, bool LEAVES> struct FnDeepSum {
+    u32 leaf = 0, segment = 0;  // of the next unit
+    float4* waiting_leaf;       // of the thread
+    float waiting[2][ROW_TILES][4];
 
-    FN_DEVICE explicit FnDeepSum(float (&sum)[ROW_TILES][4]) { fn_deep_set(sum, -0.f); }
+    FN_DEVICE FnDeepSum(float (&sum)[ROW_TILES][4], u8* tile)
+        : waiting_leaf(reinterpret_cast<float4*>(tile) + fn_thread_here()) {
+        fn_deep_set(sum, -0.f);
+    }
     FN_DEVICE void add(u32 leaves, u32 segments, const float (&d)[ROW_TILES][4], float (&sum)[ROW_TILES][4]) {
 #pragma unroll
         for (u32 j = 0; j < ROW_TILES; j++)
 #pragma unroll
             for (u32 i = 0; i < 4; i++) sum[j][i] = fn_add(sum[j][i], d[j][i]);
-        if (++segment < segments || leaves == 1u) return;
+        if (!LEAVES || ++segment < segments || leaves == 1u) return;
         segment = 0;
-        u32 level = 0;
+        u32 present = leaf++;
+        if (!(present & 1u)) {
+#pragma unroll
+            for (u32 j = 0; j < ROW_TILES; j++)
+                waiting_leaf[32u * FN_DEEP_WARPS * j] = make_float4(sum[j][0], sum[j][1], sum[j][2], sum[j][3]);
+        } else {
+#pragma unroll
+            for (u32 j = 0; j < ROW_TILES; j++) {
+                float4 w = waiting_leaf[32u * FN_DEEP_WARPS * j];
+                sum[j][0] = fn_add(w.x, sum[j][0]), sum[j][1] = fn_add(w.y, sum[j][1]);
+                sum[j][2] = fn_add(w.z, sum[j][2]), sum[j][3] = fn_add(w.w, sum[j][3]);
+            }
+            u32 level = 0;
 #pragma unroll 1
-        for (; leaf >> level & 1u; level++)
+            for (; present >> (level + 1u) & 1u; level++)
+#pragma unroll
+                for (u32 j = 0; j < ROW_TILES; j++)
+#pragma unroll
+                    for (u32 i = 0; i < 4; i++) sum[j][i] = fn_add(waiting[level][j][i], sum[j][i]);
+            if (leaf == leaves) return;
 #pragma unroll
             for (u32 j = 0; j < ROW_TILES; j++)
 #pragma unroll
-                for (u32 i = 0; i < 4; i++) sum[j][i] = fn_add(waiting[level][j][i], sum[j][i]);
-        if (++leaf == leaves) return;
-#pragma unroll
-        for (u32 j = 0; j < ROW_TILES; j++)
-#pragma unroll
-            for (u32 i = 0; i < 4; i++) waiting[level][j][i] = sum[j][i];
+                for (u32 i = 0; i < 4; i++) waiting[level][j][i] = sum[j][i];
+        }
         fn_deep_set(sum, -0.f);
     }
 };
@@ -254,7 +274,7 @@ template <u32 ROW_TILES> struct FnDeepSum {
 // KIND: what weights there may be; less means less code.
 template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
     FnDeepShared& s;
-    u32 slot = 0, stage = 0;  // of the ring; of the words beside it
+    u32 slot = 0;             // of the ring
     u32 parity = 0;           // a bit a slot: of the phase of its barriers that comes next
     u32 first_row = 0;        // of the rows that lie in the finished tile
     bool all_wide = true;     // of the block's tiles of more than 128 rows
@@ -263,7 +283,7 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
 #ifdef FN_HOPPER
         if (threadIdx.x == 0) {
 #pragma unroll
-            for (u32 i = 0; i < FN_DEEP_HALVES; i++) {
+            for (u32 i = 0; i < FN_DEEP_SLOTS; i++) {
                 fn_barrier_init(&s.full[i], LOADERS);
                 fn_barrier_init(&s.empty[i], FN_DEEP_WARPS);
             }
@@ -294,8 +314,7 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
         fn_registers_take<232>();
         if constexpr (KIND != FN_DEEP_PLAIN) {
             compute_all<true>(tiles, turn);
-            fn_async_fence();  // copies come where sums lay
-            leave(&s.idle);
+            leave(&s.idle);  // the rings share their slots out differently
             slot = 0;
             if (!all_wide) turn = 0;
         }
@@ -307,13 +326,24 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
 #endif
     }
 
+    // Scales of the tile's outputs, on their way while its product runs: those of set i (0, 1) are brought by warp i.
+    FN_DEVICE void bring(u32 i, const u16* from) const {
+        u32 lane = fn_thread_here() & 31u;
+        if (fn_thread_here() >> 5 != i) return;
+        fn_cp_async<8>(s.scales[i] + 4u * lane, from + 4u * lane);
+        fn_cp_async_commit();
+    }
+    // Set i of outputs 4 lane .. + 3.
+    FN_DEVICE void scale(u32 i, float (&v)[4]) const {
+        fn_widen_h4(*reinterpret_cast<const uint2*>(s.scales[i] + 4u * (fn_thread_here() & 31u)), v);
+    }
     // The finished tile.
     FN_DEVICE float output(u32 row, u32 output) const { return *tile(row, output); }
     // Outputs 4 lane .. + 3 of a row.
     FN_DEVICE float4& quad(u32 row) const {
         return *reinterpret_cast<float4*>(tile(row, 4u * (fn_thread_here() & 31u)));
     }
-    // Rows of a warp in the 128 from `first` on: the first of them.
+    // The first of a warp's own rows, where the tile's begin with `first`.
     FN_DEVICE u32 own_row(u32 first) const { return first + 16u * (fn_thread_here() >> 5); }
     // The bytes of fn_hadamard128 for the warp's own 16 rows from `row` on: half a row a lane.
     FN_DEVICE void rotate(u32 row) const {
@@ -344,28 +374,25 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
                 make_float4(v[4u * j], v[4u * j + 1u], v[4u * j + 2u], v[4u * j + 3u]);
         __syncwarp();
     }
-    // Hadamard, * svh, + bias where there is one: rows first .. first + n - 1 to `to`, which is that of row 0; pitch:
-    // floats between rows.  As fn_linear_finish_block.
-    FN_DEVICE void store_rotated(u32 first, u32 n, const u16* svh, const u16* bias, float* to, u64 pitch) const {
+    // Hadamard, * svh (scales of set 0), + bias where there is one: rows first .. first + n - 1 to `to`, which is that
+    // of row 0; pitch: floats between rows.  As fn_linear_finish_block.
+    FN_DEVICE void store_rotated(u32 first, u32 n, const u16* bias, float* to, u64 pitch) const {
         u32 lane = fn_thread_here() & 31u, end = first + n;
-        float scale[4], more[4] = {0.f, 0.f, 0.f, 0.f};
-        fn_load_h4(svh + 4u * lane, scale);
+        float svh[4], more[4] = {0.f, 0.f, 0.f, 0.f};
+        scale(0, svh);
         if (bias) fn_load_h4(bias + 4u * lane, more);
-#pragma unroll 1
-        for (; first < end; first += 128u) {
-            u32 row = own_row(first), stop = fn_min_u32(row + 16u, end);
-            if (row >= end) continue;
-            rotate(row);
-#pragma unroll 4
-            for (; row < stop; row++) {
-                float4 q = quad(row);
-                q = make_float4(fn_mul(q.x, scale[0]), fn_mul(q.y, scale[1]), fn_mul(q.z, scale[2]),
-                                fn_mul(q.w, scale[3]));
-                if (bias)
-                    q = make_float4(fn_add(q.x, more[0]), fn_add(q.y, more[1]), fn_add(q.z, more[2]),
-                                    fn_add(q.w, more[3]));
-                *reinterpret_cast<float4*>(to + (u64)row * pitch + 4u * lane) = q;
-            }
+        u32 row = own_row(first), stop = fn_min_u32(row + 16u, end);
+        if (row >= end) return;
+        rotate(row);
+        float* at = to + (u64)row * pitch + 4u * lane;
+#pragma unroll 8
+        for (; row < stop; row++, at += pitch) {
+            float4 q = quad(row);
+            q = make_float4(fn_mul(q.x, svh[0]), fn_mul(q.y, svh[1]), fn_mul(q.z, svh[2]), fn_mul(q.w, svh[3]));
+            if (bias)
+                q = make_float4(fn_add(q.x, more[0]), fn_add(q.y, more[1]), fn_add(q.z, more[2]),
+                                fn_add(q.w, more[3]));
+            fn_store_global(at, q);
         }
     }
 
@@ -388,10 +415,11 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
     }
 
     // sum[j][i] of a computing warp is output 16 warp + lane / 4 + 8 (i >> 1) and row 8 j + 2 (lane & 3) + (i & 1):
-    // to rows `first` of the finished tile and those behind it.
-    template <u32 ROW_TILES> FN_DEVICE void spill(const float (&sum)[ROW_TILES][4], u32 first) {
+    // to the finished tile; the scales arrive with them.
+    template <u32 ROW_TILES> FN_DEVICE void spill(const float (&sum)[ROW_TILES][4]) {
+        fn_cp_async_wait<0>();
         u32 thread = fn_thread_here(), lane = thread & 31u, at = 16u * (thread >> 5) + (lane >> 2);
-        float* to = reinterpret_cast<float*>(s.slots) + (first + 2u * (lane & 3u)) * 128u;
+        float* to = reinterpret_cast<float*>(s.slots) + 2u * (lane & 3u) * 128u;
         u32 turned = 8u * (lane & 3u);  // of even rows
 #pragma unroll
         for (u32 j = 0; j < ROW_TILES; j++)
@@ -406,7 +434,7 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
 
     FN_DEVICE u8* rows_at(u32 stage) const { return s.slots[4u + 2u * stage]; }
     FN_DEVICE u8* weights_at(u32 stage) const { return s.slots[5u + 2u * stage]; }
-    FN_DEVICE u8* half_at(u32 slot) const { return s.slots[8u + slot]; }
+    FN_DEVICE u8* half_at(u32 slot) const { return s.slots[4u + slot]; }
 
     // Units are whole blocks of 64 k in one leaf, and the words fit.
     static FN_DEVICE bool is_wide(const FnDeepWeights& w, u32 live) {
@@ -470,7 +498,7 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
                 walk.steps = fn_shfl(w.k, 0u) / 16u / walk.units;
                 walk.format = fn_shfl(w.w.format, 0u);
                 u32 live = fn_shfl(tiles.rows(p).live, 0u);
-                tiles.begin(p, live);
+                tiles.begin(*this, p, live);
                 first_row = 0;
                 if constexpr (WIDE) {
                     wide(tiles, p, walk, live);
@@ -527,15 +555,14 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
             if (turn == 0)
                 bring(2u, 8192u, half_at(slot), x, of_image);
             else
-                bring(4u, FN_DEEP_WARPS * bytes, s.words[stage], data, of_step);
-            next_slot<FN_DEEP_HALVES>();
+                bring(4u, FN_DEEP_WARPS * bytes, s.words[slot >> 1], data, of_step);
+            next_slot<FN_DEEP_SLOTS>();
             await();
             if (turn == 0)
                 bring(images - 2u, 8192u, half_at(slot), x + 2u * of_image, of_image);
             else if ((fn_thread_here() & 31u) == 0)
                 fn_barrier_arrive(&s.full[slot]);
-            next_slot<FN_DEEP_HALVES>();
-            if (++stage == 3u) stage = 0;
+            next_slot<FN_DEEP_SLOTS>();
         }
     }
     FN_DEVICE void load(const FnDeepWeights& w, const FnDeepRows& rows) {
@@ -577,11 +604,18 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
     template <class Tiles> FN_DEVICE void wide(Tiles& tiles, u32 p, const Walk& walk, u32 live) {
         float d[2][16][4];
         dot_wide(walk, d);
-        meet();  // nobody adds to sums that lie there any more
-        spill(d[0], 0u);
-        spill(d[1], 128u);
-        meet();
-        tiles.finish(*this, p, 0u, live);
+#pragma unroll 1
+        for (;; first_row += 128u) {
+            meet();  // nobody adds to sums that lie there, or reads the rows before
+            spill(d[0]);
+            meet();
+            tiles.finish(*this, p, first_row, fn_min_u32(live - first_row, 128u));
+            if (first_row) break;
+#pragma unroll
+            for (u32 j = 0; j < 16; j++)
+#pragma unroll
+                for (u32 i = 0; i < 4; i++) d[0][j][i] = d[1][j][i];
+        }
         meet();
     }
     FN_DEVICE void dot_wide(const Walk& walk, float (&d)[2][16][4]) {
@@ -603,17 +637,19 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
         fn_wgmma_commit();
     }
     // A block's four steps with its first 128 rows, then with the others.  As a step's second product is done, its
-    // registers take that step of the next block, also across units.
+    // registers take that step of the next block, also across units.  Sums of units: those of the first
+    // rows lie in shared memory, the others' in registers, for want of more.
     template <class Source> FN_DEVICE void by_halves(const Walk& walk, float (&d)[2][16][4]) {
         Source source(walk.format);
         u32 warp = fn_thread_here() >> 5, a[4][4], left = walk.units * (walk.steps / 4u), before = ~0u;
         bool never = walk.segments == ~0u;
-        float4* sums = reinterpret_cast<float4*>(s.slots) + fn_thread_here();
+        float sum[16][4];
+        fn_deep_set(sum, -0.f);
         fn_deep_set(d[0], 0.f);
         fn_deep_set(d[1], 0.f);
         a[3][0] = a[3][1] = a[3][2] = a[3][3] = 0;
         arrive();
-        source.load(s.words[stage], warp);
+        source.load(s.words[slot >> 1], warp);
 #pragma unroll
         for (u32 i = 0; i < 3; i++) source.operand(i, a[i]);
 #pragma unroll 1
@@ -632,16 +668,15 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
                 source.operand(3, a[3]);
                 start(d[0], a[2], rows, 2, true);
                 start(d[0], a[3], rows, 3, true);
-                next_slot<FN_DEEP_HALVES>();
+                next_slot<FN_DEEP_SLOTS>();
                 arrive();
                 rows = fn_tile_descriptor(half_at(slot));
                 before = slot;
                 start(d[1], a[0], rows, 0, b != 0);
-                next_slot<FN_DEEP_HALVES>();
-                if (++stage == 3u) stage = 0;
+                next_slot<FN_DEEP_SLOTS>();
                 if (--left) {
                     arrive();
-                    source.load(s.words[stage], warp);
+                    source.load(s.words[slot >> 1], warp);
                 }
                 start(d[1], a[1], rows, 1, true);
                 fn_wgmma_wait<1>();
@@ -662,26 +697,35 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
             fn_wgmma_wait<0>();
             fn_hold(d[0]);
             fn_hold(d[1]);
-            add_unit(unit, walk.units, sums, d);
+            add_unit(unit != 0, unit + 1u < walk.units, d, sum);
         }
         fn_keep(a[3], never, s.slots);
         leave(&s.empty[before]);
+#pragma unroll
+        for (u32 j = 0; j < 16; j++)
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) d[1][j][i] = sum[j][i];
     }
-    // part_sum_v1 of one leaf: the sum of the units before lies in shared memory, after the last unit in d.
-    FN_DEVICE void add_unit(u32 unit, u32 units, float4* sums, float (&d)[2][16][4]) const {
+    // Of the second rows sum += d.  Of the first d += the sum so far, if there is one, and becomes it, if it is kept:
+    // loads two ahead of their use.
+    FN_DEVICE void add_unit(bool more, bool keep, float (&d)[2][16][4], float (&sum)[16][4]) const {
+        float4 ahead[2], *first = reinterpret_cast<float4*>(s.slots) + fn_thread_here();
+        const u32 step = 32u * FN_DEEP_WARPS;
+        ahead[0] = first[0];
+        ahead[1] = first[step];
 #pragma unroll
-        for (u32 h = 0; h < 2; h++)
+        for (u32 j = 0; j < 16; j++) {
+            float4 before = ahead[j & 1u];
+            float(&v)[4] = d[0][j];
+            if (j < 14) ahead[j & 1u] = first[(j + 2u) * step];
 #pragma unroll
-            for (u32 j = 0; j < 16; j++) {
-                float4* at = sums + 32u * FN_DEEP_WARPS * (16u * h + j);
-                float(&v)[4] = d[h][j];
-                if (unit) {
-                    float4 sum = *at;
-                    v[0] = fn_add(sum.x, v[0]), v[1] = fn_add(sum.y, v[1]);
-                    v[2] = fn_add(sum.z, v[2]), v[3] = fn_add(sum.w, v[3]);
-                }
-                if (unit + 1u < units) *at = make_float4(v[0], v[1], v[2], v[3]);
+            for (u32 i = 0; i < 4; i++) sum[j][i] = fn_add(sum[j][i], d[1][j][i]);
+            if (more) {
+                v[0] = fn_add(before.x, v[0]), v[1] = fn_add(before.y, v[1]);
+                v[2] = fn_add(before.z, v[2]), v[3] = fn_add(before.w, v[3]);
             }
+            if (keep) first[j * step] = make_float4(v[0], v[1], v[2], v[3]);
+        }
     }
 
     // ---- products of up to 128 rows
@@ -689,7 +733,8 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
     template <u32 ROW_TILES, class Tiles> FN_DEVICE void of_part(Tiles& tiles, u32 p, const Walk& walk, u32 n) {
         float sum[ROW_TILES][4];
         dot<ROW_TILES>(walk, sum);
-        spill(sum, 0u);
+        if (walk.leaves > 1u) meet();  // nobody's leaves wait there any more
+        spill(sum);
         meet();
         tiles.finish(*this, p, first_row, n);
         meet();
@@ -718,7 +763,7 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
     // Units are whole blocks of 64 k.  A step's weights are decoded while the products of the step before run, also
     // across units.
     template <u32 ROW_TILES, class Source> FN_DEVICE void by_blocks(const Walk& walk, float (&sum)[ROW_TILES][4]) {
-        FnDeepSum<ROW_TILES> units_sum(sum);
+        FnDeepSum<ROW_TILES, KIND != FN_DEEP_EXL3> units_sum(sum, s.slots[0]);
         Source source(walk.format);
         u32 warp = fn_thread_here() >> 5, before = ~0u, a[2][4];
         bool never = walk.segments == ~0u;
@@ -756,7 +801,7 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
     }
     // bf16 weights, whose operand comes in two halves, and units that end inside a block.
     template <u32 ROW_TILES> FN_DEVICE void by_steps(const Walk& walk, float (&sum)[ROW_TILES][4]) {
-        FnDeepSum<ROW_TILES> units_sum(sum);
+        FnDeepSum<ROW_TILES, KIND != FN_DEEP_EXL3> units_sum(sum, s.slots[0]);
         u32 bytes = step_bytes(walk.format), warp = fn_thread_here() >> 5, at = 0;
         bool exl3 = (walk.format & 255u) == FN_FORMAT_EXL3;
 #pragma unroll 1
@@ -786,12 +831,13 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
         const FnDeepWeights w = tiles.weights(p);
         const FnDeepRows rows = tiles.rows(p);
         bool computes = fn_thread_here() < 32u * FN_DEEP_WARPS;
-        if (computes) tiles.begin(p, rows.live);
+        if (computes) tiles.begin(*this, p, rows.live);
         for (first_row = 0; first_row < rows.live; first_row += 128u) {
             u32 n = fn_min_u32(rows.live - first_row, 128u);
             float sum[16][4];
             walk(w, {rows.x + (u64)first_row * rows.k_blocks * 64u, rows.k_blocks, n}, sum);
-            if (computes) spill(sum, 0u);
+            meet();  // nobody's leaves wait there any more
+            if (computes) spill(sum);
             meet();
             if (computes) tiles.finish(*this, p, first_row, n);
             meet();
@@ -804,7 +850,7 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
         bool works = warp < FN_DEEP_WARPS && of_warp < w.limit;
         u32 stride = exl3 ? w.n / 16u * bytes : 512u;
         const u8* data = reinterpret_cast<const u8*>(w.w.data) + (u64)of_warp * (exl3 ? bytes : w.k / 16u * 512u);
-        FnDeepSum<16> units_sum(sum);
+        FnDeepSum<16, KIND != FN_DEEP_EXL3> units_sum(sum, s.slots[0]);
 #pragma unroll 1
         for (u32 unit = 0; unit < units; unit++) {
             u32 end = at + steps;
@@ -829,7 +875,7 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
                 }
                 at += n;
             }
-            units_sum.add(w.leaves, w.segments, d, sum);
+            if (warp < FN_DEEP_WARPS) units_sum.add(w.leaves, w.segments, d, sum);
         }
     }
 #endif

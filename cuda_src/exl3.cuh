@@ -7,7 +7,7 @@
 //   fn_store_frag4(row, k, v)                       4 neighbouring f16 operand elements into fragment order
 //   fn_tile_at(k_blocks, row, k)                    where an element of a tile image lies, in halves
 //   fn_store_tile4(x, k_blocks, row, k, v)          4 neighbouring operand elements into a tile image
-//   fn_load_h4(p, v), fn_load_early_h4              4 neighbouring f16 as f32; ahead of fn_wait_prior
+//   fn_load_h4(p, v), fn_load_early_h4, fn_widen_h4 4 neighbouring f16 as f32; ahead of fn_wait_prior; as loaded
 //   fn_sum_units(part, leaves, segments, stride)    order part_sum_v1 of one output; fn_sum_units4: of 4
 //   fn_exl3_rotate_in(v, suh)                     W x * suh, Hadamard
 //   fn_exl3_rotate_out(v, svh)                    W Hadamard, * svh
@@ -119,17 +119,16 @@ FN_DEVICE void fn_store_tile4(u16* x, u32 k_blocks, u32 row, u32 k, const float 
         make_uint2(fn_pack_h2(v[0], v[1]), fn_pack_h2(v[2], v[3]));
 }
 
-FN_DEVICE void fn_load_h4(const u16* p, float (&v)[4]) {
-    uint2 h = fn_ldg(reinterpret_cast<const uint2*>(p));
+FN_DEVICE void fn_widen_h4(uint2 h, float (&v)[4]) {
     v[0] = fn_h2f((u16)h.x), v[1] = fn_h2f((u16)(h.x >> 16));
     v[2] = fn_h2f((u16)h.y), v[3] = fn_h2f((u16)(h.y >> 16));
 }
 
+FN_DEVICE void fn_load_h4(const u16* p, float (&v)[4]) { fn_widen_h4(fn_ldg(reinterpret_cast<const uint2*>(p)), v); }
+
 // The same ahead of fn_wait_prior: the read-only path may be moved behind it, to where the values are used.
 FN_DEVICE void fn_load_early_h4(const u16* p, float (&v)[4]) {
-    uint2 h = fn_ld_here(reinterpret_cast<const uint2*>(p));
-    v[0] = fn_h2f((u16)h.x), v[1] = fn_h2f((u16)(h.x >> 16));
-    v[2] = fn_h2f((u16)h.y), v[3] = fn_h2f((u16)(h.y >> 16));
+    fn_widen_h4(fn_ld_here(reinterpret_cast<const uint2*>(p)), v);
 }
 
 // suh: of the block's first input.

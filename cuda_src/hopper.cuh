@@ -59,6 +59,10 @@ FN_DEVICE void fn_bulk_copy(void* shared, const void* global, u32 bytes, u64* ba
         : "memory");
 }
 
+// Asks for the line of 128 bytes around an address to be brought into L2: each thread for its own, which costs a load's
+// start, while a bulk prefetch of a line costs a copy's.
+FN_DEVICE void fn_ask_for_line(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+
 // ---- wgmma ------------------------------------------------------------------------------------------------
 
 FN_DEVICE void fn_wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -82,9 +86,6 @@ FN_DEVICE void fn_keep(const u32 (&a)[4], bool never, void* shared) {
         "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"((u32)never), "r"(fn_shared_address(shared))
         : "memory");
 }
-
-// What this thread wrote to shared memory may be overwritten by copies, once a barrier was passed behind this.
-FN_DEVICE void fn_async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A tile image in shared memory (rows of 128 bytes, 128-byte swizzle, K-major) as an operand: start / 16; 8 rows
 // = 1024 bytes; swizzle mode 1.  A k step further is + 2 (32 bytes).

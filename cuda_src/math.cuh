@@ -102,40 +102,25 @@ FN_DEVICE float fn_log1p01(float t) {
 // fn_exp(x) for x <= 0 (or NaN), in fewer instructions: 2^(n + 64) and 2^-64 are normal for -104 <= x, the first
 // product is exact.
 FN_DEVICE float fn_exp_down(float x) {
-    if (x != x) return fn_nan();
-    if (x < -104.f) x = -104.f;
+    x = fn_at_least(x, -104.f);
     float t = fn_add(fn_mul(x, 0x1.715476p+0f), 12582912.f);  // as fn_rint_f32
     float power = fn_u2f((fn_f2u(t) << 23) + (191u << 23));
     return fn_mul(fn_mul(fn_exp_core(x, fn_add(t, -12582912.f)), power), 0x1p-64f);
 }
 
-// a / d, for d = 1 + t with 0 <= t <= 1 as sigmoid and silu meet it, r = fn_rcp_1to2(d).  On a GPU without a
-// division's branches, which would keep the chains of neighbouring values from overlapping: a quotient from a
-// reciprocal rounded to nearest by one remainder (Markstein).  d == 1 and a == 0 give a: no inf - inf, and -0
-// stays; subnormal a have d == 2, where every step is exact.
-FN_DEVICE float fn_div_1to2(float a, float d, float r) {
-#ifdef FN_SIM
-    return fn_div(a, d);
-#else
-    float q = fn_mul(a, r);
-    q = fn_fma(fn_fma(-q, d, a), r, q);
-    return d == 1.f || a == 0.f ? a : q;
-#endif
-}
-
 FN_DEVICE float fn_sigmoid(float x) {
-    float t = fn_exp_down(x < 0.f ? x : -x), d = fn_add(t, 1.f), r = fn_rcp_1to2(d);
+    float t = fn_exp_down(fn_minus_abs(x)), d = fn_add(t, 1.f), r = fn_rcp_1to2(d);
     return x < 0.f ? fn_div_1to2(t, d, r) : r;
 }
 
 FN_DEVICE float fn_silu(float x) {
-    float t = fn_exp_down(x < 0.f ? x : -x), d = fn_add(t, 1.f);
+    float t = fn_exp_down(fn_minus_abs(x)), d = fn_add(t, 1.f);
     return fn_div_1to2(x < 0.f ? fn_mul(x, t) : x, d, fn_rcp_1to2(d));
 }
 
 FN_DEVICE float fn_softplus(float x) {
     if (x != x) return fn_nan();
-    float t = fn_exp_down(x < 0.f ? x : -x);
+    float t = fn_exp_down(fn_minus_abs(x));
     return fn_add(x > 0.f ? x : 0.f, fn_log1p01(t));
 }
 

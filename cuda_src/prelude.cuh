@@ -57,6 +57,27 @@ FN_DEVICE float fn_rcp_1to2(float d) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
     return fn_fma(r, fn_fma(-d, r, 1.f), r);
 }
+// a / d for d = 1 + t with 0 <= t <= 1 as sigmoid and silu meet it, r = fn_rcp_1to2(d): a quotient from a reciprocal,
+// rounded to nearest by one remainder (Markstein), without a division's branches, which would keep the chains of
+// neighbouring values from overlapping.  Where nothing remains, or inf - inf, the quotient stands, with the sign of its
+// zero; subnormal a have d == 1 or 2, where every step is exact.
+FN_DEVICE float fn_div_1to2(float a, float d, float r) {
+    float q = fn_mul(a, r);
+    asm("{\n.reg .pred some;\nsetp.ne.f32 some, %1, 0f00000000;\n@some fma.rn.f32 %0, %1, %2, %0;\n}"
+        : "+f"(q)
+        : "f"(fn_fma(-q, d, a)), "f"(r));
+    return q;
+}
+// x, but at least `least`, a number other than 0; NaN for NaN.
+FN_DEVICE float fn_at_least(float x, float least) {
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(least));
+    return x;
+}
+// -|x|, NaN for NaN: no instruction of its own where another takes it.
+FN_DEVICE float fn_minus_abs(float x) {
+    asm("abs.f32 %0, %0;\nneg.f32 %0, %0;" : "+f"(x));
+    return x;
+}
 FN_DEVICE float fn_sqrt(float a) { return __fsqrt_rn(a); }
 FN_DEVICE double fn_dfma(double a, double b, double c) { return __fma_rn(a, b, c); }
 FN_DEVICE double fn_dmul(double a, double b) { return __dmul_rn(a, b); }
@@ -217,6 +238,11 @@ FN_DEVICE T fn_ld_here(const T* p) {
     T v;
     memcpy(&v, &w, sizeof(T));
     return v;
+}
+// One store of 16 bytes to global memory, also where the compiler would make four of it.
+FN_DEVICE void fn_store_global(float* p, float4 v) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+                 : "memory");
 }
 #endif
 

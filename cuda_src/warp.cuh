@@ -75,12 +75,9 @@ FN_DEVICE void fn_hadamard128(float (&v)[4]) {
     u32 lane = threadIdx.x & 31u;
 #pragma unroll
     for (u32 m = 1; m < 32; m <<= 1) {
-        bool upper = (lane & m) != 0;
+        float sign = lane & m ? -1.f : 1.f;  // an exact factor: sum and difference are one instruction
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float o = __shfl_xor_sync(0xffffffffu, v[i], (int)m);
-            v[i] = upper ? fn_sub(o, v[i]) : fn_add(v[i], o);
-        }
+        for (int i = 0; i < 4; i++) v[i] = fn_fma(sign, v[i], __shfl_xor_sync(0xffffffffu, v[i], (int)m));
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], 0.088388347648f);

@@ -47,7 +47,7 @@ PEER_SOURCE = "exllamav3 1.6.5, one H200, 4 synthetic layers of the published wi
 SHORT_PROMPT = 64
 GRAIN = 4 << 20     # the driver takes memory in blocks of 2 MiB, of which a neighbour may hold a part
 SLOWER = 1.02  # a time up to so much larger is the clock's noise
-SPLIT = ("deep_linear", "deep_site_up", "linear_input")  # told apart by the part of a layer they serve
+SPLIT = ("deep_linear", "deep_site_up", "deep_input")  # told apart by the part of a layer they serve
 
 
 def timed_prompt(engine: Engine, n_tokens: int, prefill: Prefill | None) -> tuple[float, int]:

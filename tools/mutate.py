@@ -72,7 +72,7 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("deep/", "deep", _PROMPT),
         ("moe/moe_deep", "moe_deep", _PROMPT),
         ("moe/moe_plan", "moe_deep", _PROMPT),
-        ("moe/rows4", "moe_deep", _PROMPT),
+        ("half_rows", "deep", ("tests/contracts/test_moe_deep.py", *_PROMPT)),
         ("async.cuh", "gdn", ("tests/contracts/test_attn.py", *_PROMPT)),
         ("gdn/gdn_scan", "gdn", _PROMPT),
         ("gdn/gdn_deep_input", "gdn", _PROMPT),

@@ -64,7 +64,7 @@ _FAST: Final = (
     *(Edit("math.cuh", f"FN_DEVICE float {name}(float x) {{\n",
            f"FN_DEVICE float {name}(float x) {{\n#ifndef FN_SIM\n    return __expf(x);\n#endif\n")
       for name in ("fn_exp", "fn_exp_down")),
-    Edit("math.cuh", "    float q = fn_mul(a, r);\n",
+    Edit("prelude.cuh", "    float q = fn_mul(a, r);\n",
          "    return fn_mul(a, r);\n    float q = fn_mul(a, r);\n"),
     Edit("prelude.cuh", "return fn_fma(r, fn_fma(-d, r, 1.f), r);", "return r;"),
     Edit("math.cuh", "FN_DEVICE float fn_rsqrt(float x) {",
@@ -92,9 +92,11 @@ _CHAIN: Final = (
          "u32 units = 1u, steps = w.k / 16u, at = 0,"),
     Edit(_DEEP, "units_sum.add(w.leaves, w.segments, d, sum);", "units_sum.add(1u, 1u, d, sum);"),
     # the sum of one unit is that unit
-    Edit(_DEEP, "{ fn_deep_set(sum, -0.f); }", "{}"),
+    Edit(_DEEP, "        fn_deep_set(sum, -0.f);\n    }\n    FN_DEVICE void add(",
+         "    }\n    FN_DEVICE void add("),
     Edit(_DEEP, "sum[j][i] = fn_add(sum[j][i], d[j][i]);", "sum[j][i] = d[j][i];"),
 )
+
 # what has leaves takes 256 rows too
 _LINEAR_CHAIN: Final = (*_CHAIN, Edit(_LINEAR, " && linears[j].leaves == 1u) of_tile", ") of_tile"))
 
@@ -142,10 +144,10 @@ _ATOMIC: Final = (
          "           u32 n_slots)) {"),
     Edit(_DOWN, "lines, h, v, fn_ld(n_tiles),", "lines, h, y, routes, pair_of, n_slots, fn_ld(n_tiles),"),
     # A lane holds the pair and the weight of one of its warp's 16 rows.
-    Edit(_DOWN, "deep.store_rotated(from, n, svh, nullptr, v + (u64)first * hidden + output, hidden);\n",
+    Edit(_DOWN, "deep.store_rotated(from, n, nullptr, v + (u64)first * hidden + output, hidden);\n",
          """u32 lane = fn_thread_here() & 31u, end = from + n;
         float scale[4];
-        fn_load_h4(svh + 4u * lane, scale);
+        deep.scale(0, scale);
 #pragma unroll 1
         for (; from < end; from += 128u) {
             u32 own = deep.own_row(from), stop = fn_min_u32(own + 16u, end);

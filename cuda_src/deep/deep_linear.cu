@@ -53,13 +53,15 @@ struct Tiles {
         return {reinterpret_cast<const u16*>(linear->x) + (u64)row0 * k_blocks * 64u, k_blocks,
                 fn_min_u32(n_rows - row0, of_tile)};
     }
-    FN_DEVICE void begin(u32, u32) const {}
+    FN_DEVICE void begin(const Deep& deep, u32, u32) const {
+        if (fn_is_exl3(linear->w)) deep.bring(0, reinterpret_cast<const u16*>(linear->w.svh) + 128u * tile);
+    }
     FN_DEVICE void finish(const Deep& deep, u32, u32 first, u32 n_of_part) const {
         u32 n = linear->n, at = 128u * tile, end = first + n_of_part, lane = fn_thread_here() & 31u;
         float* out = reinterpret_cast<float*>(linear->out) + (u64)row0 * n + at;
         if (fn_is_exl3(linear->w)) {
             const u16* bias = linear->bias ? reinterpret_cast<const u16*>(linear->bias) + at : nullptr;
-            deep.store_rotated(first, n_of_part, reinterpret_cast<const u16*>(linear->w.svh) + at, bias, out, n);
+            deep.store_rotated(first, n_of_part, bias, out, n);
             return;
         }
         for (u32 row = first + (fn_thread_here() >> 5); row < end; row += FN_DEEP_WARPS)

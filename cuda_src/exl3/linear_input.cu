@@ -1,12 +1,11 @@
 // linear_input: makes the f16 operand rows of the linears of one launch from their common f32 input.
 // Contract    x (rows_cap, x_stride) f32, x_stride % 4 == 0; linears FnLinear[grid.y] -> linears[j].x
-//             (rows_cap, linears[j].x_stride) f16 in fragment order, or a tile image where linears[j].tiled
-//             says so, elements 0 .. k - 1 of rows < n_rows.  EXL3: k % 128 == 0, rotated with the linear's
-//             suh; f16 and bf16: k % 16 == 0, rounded as they are.  Touches nothing else.
+//             (rows_cap, linears[j].x_stride) f16 in fragment order, elements 0 .. k - 1 of rows < n_rows.
+//             EXL3: k % 128 == 0, rotated with the linear's suh; f16 and bf16: k % 16 == 0, rounded as they
+//             are.  Touches nothing else.
 // Launch      grid (ceil(k_max / 512), n_linears, rows_cap), block 128: one warp a block of 128 inputs.
 // Arithmetic  fn_mul(x, suh), fn_hadamard128, f16 once (order hadamard); plain: f16 once.
-// Equality    the same bytes as gdn_gate_input, qsa_merge and moe_input for the same values: one helper makes
-//             all.
+// Equality    the same bytes as gdn_gate_input, qsa_merge, moe_input and deep_input make for the same values.
 // Reference   ref/exl3.py Linear.operand.
 #include "exl3.cuh"
 
@@ -33,5 +32,5 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, const float* x, u32 x_
         for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], scale[i]);
         fn_hadamard128(v);
     }
-    fn_linear_store_operand(v, linear, row, k);
+    if (k < linear.k) fn_store_frag4(reinterpret_cast<u16*>(linear.x) + (u64)row * linear.x_stride, k, v);
 }

@@ -5,7 +5,7 @@
 
 // The bytes of fn_silu(x) if silu, else of fn_sigmoid(x).
 FN_DEVICE float fn_gate(float x, bool silu) {
-    float t = fn_exp_down(x < 0.f ? x : -x), d = fn_add(t, 1.f), factor = x < 0.f ? t : 1.f;
+    float t = fn_exp_down(fn_minus_abs(x)), d = fn_add(t, 1.f), factor = x < 0.f ? t : 1.f;
     float both = x < 0.f ? fn_mul(x, t) : x;
     return fn_div_1to2(silu ? both : factor, d, fn_rcp_1to2(d));
 }

@@ -43,10 +43,11 @@ struct Tiles {
         return {line->down, width, hidden, output / 16u, 2u, hidden / 16u, 1u, segments};
     }
     FN_DEVICE FnDeepRows rows(u32) const { return {h + (u64)first * width_cap, width_cap / 64u, live}; }
-    FN_DEVICE void begin(u32, u32) const {}
+    FN_DEVICE void begin(const Deep& deep, u32, u32) const {
+        deep.bring(0, reinterpret_cast<const u16*>(line->down.svh) + output);
+    }
     FN_DEVICE void finish(const Deep& deep, u32, u32 from, u32 n) const {
-        const u16* svh = reinterpret_cast<const u16*>(line->down.svh) + output;
-        deep.store_rotated(from, n, svh, nullptr, v + (u64)first * hidden + output, hidden);
+        deep.store_rotated(from, n, nullptr, v + (u64)first * hidden + output, hidden);
     }
 };
 }  // namespace FN_NAMESPACE

@@ -52,46 +52,62 @@ struct Tiles {
     FN_DEVICE FnDeepRows rows(u32 up) const {
         return {(up ? x_up : x) + (u64)first * hidden, hidden / 64u, live};
     }
-    FN_DEVICE void begin(u32, u32) const {}
+    FN_DEVICE void begin(const Deep& deep, u32 up, u32) const {
+        deep.bring(0, reinterpret_cast<const u16*>(up ? line->up.svh : line->gate.svh) + channel);
+        if (up) deep.bring(1, reinterpret_cast<const u16*>(line->down.suh) + channel);
+    }
     FN_DEVICE void finish(const Deep& deep, u32 up, u32 from, u32 n) const {
         float* gates = gate + (u64)first * gate_pitch + channel;
         if (up)
             activate(deep, from, n, gates);
         else
-            deep.store_rotated(from, n, reinterpret_cast<const u16*>(line->gate.svh) + channel, nullptr, gates,
-                               gate_pitch);
+            deep.store_rotated(from, n, nullptr, gates, gate_pitch);
     }
-    // A lane reads the gates that it stored.
+    // A lane reads the gates that it stored, four rows ahead of their use.
     FN_DEVICE void activate(const Deep& deep, u32 from, u32 n, const float* gates) const {
         u32 lane = fn_thread_here() & 31u, end = from + n, k_blocks = width_cap / 64u;
         float up_out[4], down_in[4];
-        fn_load_h4(reinterpret_cast<const u16*>(line->up.svh) + channel + 4u * lane, up_out);
-        fn_load_h4(reinterpret_cast<const u16*>(line->down.suh) + channel + 4u * lane, down_in);
+        deep.scale(0, up_out);
+        deep.scale(1, down_in);
+        u32 own = deep.own_row(from), stop = fn_min_u32(own + 16u, end);
+        if (own >= end) return;
+        float4 g[4];
+        load_gates(gates, own, stop, g);
+        deep.rotate(own);
 #pragma unroll 1
-        for (; from < end; from += 128u) {
-            u32 own = deep.own_row(from), stop = fn_min_u32(own + 16u, end);
-            if (own >= end) continue;
-            deep.rotate(own);
-#pragma unroll 4
-            for (u32 row = own; row < stop; row++) {
-                float4 up = deep.quad(row);
-                float4 g = fn_ld(reinterpret_cast<const float4*>(gates + (u64)row * gate_pitch) + lane);
-                float v[4] = {up.x, up.y, up.z, up.w}, gs[4] = {g.x, g.y, g.z, g.w};
+        for (u32 row = own; row < stop; row += 4u) {
+            float4 ahead[4];
+            load_gates(gates, row + 4u, stop, ahead);
+#pragma unroll
+            for (u32 r = 0; r < 4; r++) {
+                if (row + r >= stop) break;
+                float4 up = deep.quad(row + r);
+                float v[4] = {up.x, up.y, up.z, up.w}, gs[4] = {g[r].x, g[r].y, g[r].z, g[r].w};
 #pragma unroll
                 for (u32 i = 0; i < 4; i++) {  // as moe_act
                     float product = fn_mul(fn_silu(gs[i]), fn_mul(v[i], up_out[i]));
                     v[i] = fn_mul(product, down_in[i]);
                 }
-                deep.quad(row) = make_float4(v[0], v[1], v[2], v[3]);
+                deep.quad(row + r) = make_float4(v[0], v[1], v[2], v[3]);
             }
-            __syncwarp();
-            deep.rotate(own);
-#pragma unroll 4
-            for (u32 row = own; row < stop; row++) {
-                float4 q = deep.quad(row);
-                float v[4] = {q.x, q.y, q.z, q.w};
-                fn_store_tile4(h, k_blocks, first + row, channel + 4u * lane, v);
-            }
+#pragma unroll
+            for (u32 r = 0; r < 4; r++) g[r] = ahead[r];
+        }
+        __syncwarp();
+        deep.rotate(own);
+#pragma unroll 8
+        for (u32 row = own; row < stop; row++) {
+            float4 q = deep.quad(row);
+            float v[4] = {q.x, q.y, q.z, q.w};
+            fn_store_tile4(h, k_blocks, first + row, channel + 4u * lane, v);
+        }
+    }
+    // Of rows row .. row + 3; beyond `stop` of the last row again.
+    FN_DEVICE void load_gates(const float* gates, u32 row, u32 stop, float4 (&g)[4]) const {
+#pragma unroll
+        for (u32 r = 0; r < 4; r++) {
+            const float* from = gates + (u64)fn_min_u32(row + r, stop - 1u) * gate_pitch;
+            g[r] = fn_ld(reinterpret_cast<const float4*>(from) + (fn_thread_here() & 31u));
         }
     }
 };

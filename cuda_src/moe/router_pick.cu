@@ -93,6 +93,9 @@ FN_DEVICE float add16(float sum, const float* v) {
     for (u32 i = 0; i < 16u; i++) sum = fn_add(sum, v[i]);
     return sum;
 }
+
+// A weight is stored in a table, whose bytes are compared: one NaN on every device.
+FN_DEVICE float one_nan(float weight) { return weight == weight ? weight : fn_nan(); }
 }  // namespace FN_NAMESPACE
 
 FN_KERNEL((const FnRound* round, const FnLinear* linears, FnRoute* routes, u32 n_experts, u32 n_active)) {
@@ -171,8 +174,8 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, FnRoute* routes, u32 n
     if (thread < n_active) {
         float sum = add16(-0.f, s.e);
         if (n_active > 16u) sum = add16(sum, s.e + 16);
-        to[thread] = FnRoute{s.id[thread], fn_div(s.e[thread], sum)};
+        to[thread] = FnRoute{s.id[thread], one_nan(fn_div(s.e[thread], sum))};
     }
     // The thread of the last output has the shared expert's logit.
-    if (thread == n_experts % FN_THREADS) to[n_active] = FnRoute{n_experts, fn_sigmoid(logit)};
+    if (thread == n_experts % FN_THREADS) to[n_active] = FnRoute{n_experts, one_nan(fn_sigmoid(logit))};
 }

@@ -70,6 +70,9 @@ FN_DEVICE float fn_add(float a, float b) { return a + b; }
 FN_DEVICE float fn_sub(float a, float b) { return a - b; }
 FN_DEVICE float fn_div(float a, float b) { return a / b; }
 FN_DEVICE float fn_rcp_1to2(float d) { return fn_div(1.f, d); }
+FN_DEVICE float fn_div_1to2(float a, float d, float) { return fn_div(a, d); }
+FN_DEVICE float fn_at_least(float x, float least) { return x < least ? least : x; }
+FN_DEVICE float fn_minus_abs(float x) { return x != x ? x : -__builtin_fabsf(x); }
 FN_DEVICE float fn_sqrt(float a) { return __builtin_sqrtf(a); }
 FN_DEVICE double fn_dfma(double a, double b, double c) { return __builtin_fma(a, b, c); }
 FN_DEVICE double fn_dmul(double a, double b) { return a * b; }
@@ -234,4 +237,8 @@ FN_DEVICE T fn_ldg(const T* p) {
 template <class T>
 FN_DEVICE T fn_ld_here(const T* p) {
     return fn_ld(p);
+}
+FN_DEVICE void fn_store_global(float* p, float4 v) {
+    if (__builtin_expect(((size_t)p & 15u) != 0, 0)) fnsim::misaligned(p, 16);
+    *reinterpret_cast<float4*>(p) = v;
 }

@@ -107,7 +107,7 @@ class WorkOf:
         name = str(step.args["linear"]).removesuffix(".deep")
         return self._products(name, 0) + self._each(4 * (c.n_streams + 1) * c.hidden)
 
-    def _linear_input(self, step: Step) -> Work:
+    def _deep_input(self, step: Step) -> Work:
         group = self._layout.groups[str(step.args["linears"]).removesuffix(".deep")]
         return self._each(4 * self._c.hidden + 2 * sum(m.k for m in group.members if m.shares < 0))
 

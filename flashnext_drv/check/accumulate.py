@@ -198,6 +198,7 @@ SUMS: Final[dict[str, Sum]] = {
         lambda shape: _terms((shape[0] + 3) * F32_ULP)(shape),
     ),
     "deep_linear": _DOT,
+    "deep_input": Sum(_HADAMARD + ", then one rounding to f16", ((128,),), _terms(9 * F32_ULP)),
     "deep_site_up": Sum("as linear_gemv", ((320,), (64,), (512,)), _site_up),
     "router_pick": Sum(
         "one f32 addition a chosen expert",

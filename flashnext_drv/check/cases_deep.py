@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 from ..kernels.deep import deep_tiles
 from ..kernels.spec import Case
 from ..ref.orders import GENERATIONS, canonical, hadamard128, tree
-from .cases_exl3 import Dot, Weights, _Launch, make_weights, operand_rows, step_bound, unit_chain, unit_ranges
+from .cases_exl3 import (
+    Dot,
+    Weights,
+    _Launch,
+    inputs,
+    make_weights,
+    operand_rows,
+    step_bound,
+    unit_chain,
+    unit_ranges,
+)
 from .cases_glue import deep_site_up
 from .contract import Operands, poison
 from .operands import F32_ULP, near, rotate64, same_bits, to_tiles, untouched
@@ -27,7 +37,11 @@ Arrays = dict[str, NDArray[Any]]
 
 def build(name: str, case: Case, seed: int) -> Operands:
     """Operands of one case of a kernel of the deep family.  Raises KeyError for another kernel."""
-    return {"deep_linear": _linear, "deep_site_up": deep_site_up}[name](case, seed)
+    return {"deep_linear": _linear, "deep_site_up": deep_site_up, "deep_input": _input}[name](case, seed)
+
+
+def _input(case: Case, seed: int) -> Operands:
+    return inputs(case, seed, tiled=True)
 
 
 def _linear(case: Case, seed: int) -> Operands:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..kernels.deep import deep_input_grid
 from ..kernels.exl3 import dot_segments, fragment_order_rows, fragment_order_weights
 from ..kernels.spec import Case
 from ..kernels.tables import FORMAT_BF16, FORMAT_F16, LINEAR, exl3_format
@@ -39,6 +40,7 @@ __all__ = [
     "Weights",
     "build",
     "check_unit",
+    "inputs",
     "make_weights",
     "operand_rows",
     "parse_linear",
@@ -206,7 +208,7 @@ def _bf16_split(x: NDArray[np.float16]) -> tuple[NDArray[np.uint16], NDArray[np.
 def build(name: str, case: Case, seed: int) -> Operands:
     """Operands of one case of a kernel of the exl3 family.  Raises KeyError for another kernel."""
     return {
-        "linear_input": _input,
+        "linear_input": inputs,
         "linear_gemv_n8": _gemv,
         "linear_gemv_n16": _gemv,
         "linear_finish": _finish,
@@ -257,7 +259,8 @@ class _Launch:
         return Operands(self.arrays, scalars or {}, grid, self.relocations, tuple(outputs), expect)
 
 
-def _input(case: Case, seed: int) -> Operands:
+def inputs(case: Case, seed: int, tiled: bool = False) -> Operands:
+    """Operands of linear_input, or of deep_input, which makes tile images."""
     launch = _Launch(case, seed)
     rows, cap = launch.rows, launch.cap
     k_max = max(dot.k for dot in launch.dots)
@@ -274,7 +277,6 @@ def _input(case: Case, seed: int) -> Operands:
         for j, dot in enumerate(launch.dots)
         if dot.dtype == "exl3"
     }
-    tiled = bool(case.dims.get("tiled"))
     for j, dot in enumerate(launch.dots):
         launch.table[j]["tiled"] = int(tiled)
         empty = poison((cap, dot.k if tiled else int(launch.table[j]["x_stride"])), np.float16)
@@ -289,6 +291,8 @@ def _input(case: Case, seed: int) -> Operands:
             got = from_tiles(got) if tiled else got
             untouched(name, got[rows:])
             untouched(name, got[:, dot.k :])
+            if not rows:
+                continue
             values = x[:rows, : dot.k]
             with np.errstate(over="ignore", invalid="ignore"):
                 if j in suh:
@@ -308,8 +312,12 @@ def _input(case: Case, seed: int) -> Operands:
             if not launch.data.startswith("nonfinite"):
                 within_f16(name, got[:rows, : dot.k], placed(full), placed(before))
 
-    grid = (-(-k_max // 512), len(launch.dots), cap)
-    return launch.finished(grid, [f"x{j}" for j in range(len(launch.dots))], expect, {"x_stride": stride})
+    n = len(launch.dots)
+    scalars: dict[str, int | float] = {"x_stride": stride}
+    if tiled:
+        scalars["n_linears"] = n
+    grid = (*deep_input_grid(cap, k_max), 1) if tiled else (-(-k_max // 512), n, cap)
+    return launch.finished(grid, [f"x{j}" for j in range(n)], expect, scalars)
 
 
 def _gemv(case: Case, seed: int) -> Operands:

@@ -137,7 +137,7 @@ def _input(case: Case, seed: int) -> Operands:
     return Operands(
         arrays={**x.tables(), **lines, "m": m, "x": images, "routes": x.routes},
         scalars={"hidden": hidden, "n_slots": x.n_slots, "pairs_cap": x.pairs_cap},
-        grid=(x.tiles_cap, hidden // 128, 1),
+        grid=(x.tiles_cap, -(-hidden // 256), 1),
         relocations=moves,
         outputs=("x",),
         expect=expect,

@@ -13,7 +13,7 @@ import numpy as np
 from ..kernels.spec import Case
 from ..kernels.tables import LINEAR
 from .contract import Operands, Ran, poison
-from .operands import field_at, from_tiles, round_table, to_fragment
+from .operands import field_at, from_fragment, from_tiles, round_table, to_fragment
 from .pairing import Expected, Pair, Then, Turned, few_rows, follow
 
 __all__ = ["PAIRS"]
@@ -56,6 +56,31 @@ def _finish(given: Operands, ran: Ran) -> Operands:
     return follow(given, ran, (-(-int(table["n"].max()) // 512), len(table), rows))
 
 
+def _inputs(case: Case, given: Operands, ran: Ran) -> Turned:
+    """deep_input -> linear_input: the same linears, operand rows in fragment order."""
+    n_rows = int(given.arrays["round"]["n_rows"][0])
+    if not n_rows:
+        return None
+    table, cap = given.arrays["linears"].copy(), len(given.arrays["x"])
+    arrays, outs = {**given.arrays, "linears": table}, []
+    for j, one in enumerate(table):
+        one["tiled"], one["x_stride"] = 0, one["k"]
+        arrays[f"x{j}"] = poison((cap, int(one["k"])), np.float16)
+        outs.append(f"x{j}")
+    grid = (-(-int(table["k"].max()) // 512), len(table), cap)
+    scalars = {"x_stride": given.scalars["x_stride"]}
+    operands = Operands(arrays, scalars, grid, given.relocations, tuple(outs), lambda _: None)
+
+    def compared(other: Ran) -> Expected:
+        mine = [from_tiles(ran.found[out])[:n_rows] for out in outs]
+        return [
+            (out, image[:, : int(one["k"])], from_fragment(other.found[out][:n_rows]))
+            for out, image, one in zip(outs, mine, table, strict=True)
+        ]
+
+    return operands, compared
+
+
 def _site_up(case: Case, given: Operands, ran: Ran) -> Turned:
     """deep_site_up -> site_up_n16."""
     rows = few_rows(given, _MOST_ROWS)
@@ -87,4 +112,5 @@ def _site_up(case: Case, given: Operands, ran: Ran) -> Turned:
 PAIRS: Final = (
     Pair("deep_linear", "linear_gemv_n16", _linears, then=(Then("linear_finish", _finish),)),
     Pair("deep_site_up", "site_up_n16", _site_up),
+    Pair("deep_input", "linear_input", _inputs),
 )

@@ -1,8 +1,8 @@
-"""Declarations of the deep family: dense products of a prompt chunk, many rows a block.
+"""Declarations of the deep family: operands and dense products of a prompt chunk, many rows a block.
 
 Kernel sources: cuda_src/deep on cuda_src/deep.cuh.  Operands are tile images (FnLinear.tiled); the experts'
-products are the moe_deep family's.  What must stay true: a row's bytes are those of linear_gemv and
-linear_finish, of site_up, whatever rows stand beside it.
+products are the moe_deep family's.  What must stay true: a row's bytes are those of linear_input, linear_gemv
+and linear_finish, of site_up, whatever rows stand beside it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,24 @@ from __future__ import annotations
 from typing import Final
 
 from . import planted_deep as planted
+from . import planted_deep_input as planted_input
 from .exl3 import PAIRS
 from .limits import limits_of
 from .spec import PTR, U32, Arg, Case, KernelSpec
 
-__all__ = ["DEEP_BLOCK", "DEEP_HOPPER_SHARED", "DEEP_LINEAR", "DEEP_SHARED", "DEEP_SITE_UP", "KERNELS",
-           "deep_tiles"]
+__all__ = ["DEEP_BLOCK", "DEEP_HOPPER_SHARED", "DEEP_INPUT", "DEEP_INPUT_BLOCK", "DEEP_INPUT_SHARED",
+           "DEEP_LINEAR", "DEEP_SHARED", "DEEP_SITE_UP", "KERNELS", "deep_input_grid", "deep_tiles"]
 
 DEEP_BLOCK: Final = 384
 WIDE_BITS: Final = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6)  # widths whose products may be wide on sm_90a
-# FnDeepShared: on sm_90a thirteen slots, three stages of words and eleven barriers; else the finished tile of
+# FnDeepShared: on sm_90a twelve slots, four stages of words and seventeen barriers; else the finished tile of
 # 128 rows and a stage of rows
-DEEP_SHARED: Final = 4 * 16384 + 16384
-DEEP_HOPPER_SHARED: Final = 13 * 16384 + 3 * 6144 + 11 * 8
+DEEP_SHARED: Final = 4 * 16384 + 16384 + 512
+DEEP_HOPPER_SHARED: Final = 12 * 16384 + 4 * 6144 + 512 + 17 * 8
+# FnHalfRows of each of four warps: 16 rows of 132 f32, 128 scales, 16 rows of 72 f16
+DEEP_INPUT_BLOCK: Final = 128
+DEEP_INPUT_SHARED: Final = 4 * (16 * 132 * 4 + 128 * 4 + 16 * 72 * 2)
+DEEP_INPUT_ROWS: Final = 64
 
 
 def deep_tiles(n: int) -> int:
@@ -68,6 +73,23 @@ def _linear_cases() -> tuple[Case, ...]:
         _case("nonfinite_scales", "mul1_5 128x128", 4, 64, data="nonfinite_scales"),
         _case("integers", "f16 1024x20; bf16 512x20", 5, 64, data="integers"),
         _case("no_rows", "mul1_3 128x128", 0, 64),
+    ]
+    return tuple(cases)
+
+
+def _input_cases() -> tuple[Case, ...]:
+    mixed = "mul1_5 512x128; f16 512x4; mcg_4 256x128; bf16 128x1"
+    cases = [_case(f"rows{rows}", mixed, rows, -(-rows // 64) * 64) for rows in (1, 15, 17, 63, 64, 65, 129)]
+    cases += [
+        _case("exl3", "mul1_3 128x128", 3, 64),
+        _case("odd_blocks", "mul1_3 384x128; 3inst_3 640x128", 20, 64),
+        _case("published", "mul1_3 2560x128; mul1_4 2560x128; f16 2560x4", 18, 64),
+        _case("plain", "f16 48x3; bf16 16x1; f16 528x8", 21, 64),
+        _case("short_image", "mul1_3 256x128; f16 48x4", 67, 128),
+        _case("nonfinite", "mul1_5 256x128; f16 256x4", 4, 64, data="nonfinite"),
+        _case("nonfinite_scales", "mul1_5 256x128", 4, 64, data="nonfinite_scales"),
+        _case("midpoints", "f16 256x4; bf16 256x4", 3, 64, data="midpoints"),
+        _case("no_rows", "mul1_3 128x128; f16 128x4", 0, 64),
     ]
     return tuple(cases)
 
@@ -145,7 +167,38 @@ DEEP_SITE_UP: Final = KernelSpec(
         _site_case("bf16", 3, 64, 128, 80, "bf16"),
         _site_case("segments", 2, 64, 128, 512, "f16"),
         _site_case("nonfinite", 3, 64, 128, 32, "f16", special="nonfinite"),
+        _site_case("nonfinite_published", 70, 128, 128, 320, "f16", special="nonfinite"),
     ),
 )
 
-KERNELS: Final = (DEEP_LINEAR, DEEP_SITE_UP)
+def deep_input_grid(rows: int, k_max: int) -> tuple[int, int]:
+    """Blocks of deep_input for `rows` rows and the longest operand."""
+    return -(-rows // DEEP_INPUT_ROWS), -(-k_max // 256)
+
+
+DEEP_INPUT: Final = KernelSpec(
+    name="deep_input",
+    source="deep/deep_input.cu",
+    order="hadamard",
+    args=(
+        _ROUND,
+        Arg("linears", PTR, "FnLinear[n_linears], tiled; writes go to what it points to", "r"),
+        Arg("n_linears", U32, "1..32"),
+        Arg("x", PTR, "(rows_cap, x_stride) f32", "r"),
+        Arg("x_stride", U32, "elements, multiple of 4"),
+    ),
+    grid="ceil(rows_cap / 64), ceil(k_max / 256)",
+    block=DEEP_INPUT_BLOCK,
+    shared_bytes=DEEP_INPUT_SHARED,
+    blocks_per_sm=3,
+    limits=limits_of("deep_input"),
+    reference="exl3.Linear.operand",
+    replaces="linear_input",
+    rows={"x": 0, "x?": 0},
+    exempt={"integers": "the rotation's scale 1/sqrt(128) is no power of two: integers have no exact answer"},
+    controls=planted_input.DEEP_INPUT,
+    bound="As linear_input.",
+    cases=_input_cases(),
+)
+
+KERNELS: Final = (DEEP_LINEAR, DEEP_SITE_UP, DEEP_INPUT)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from . import planted_deep_input as planted_input
 from . import planted_moe_deep as planted
-from .deep import DEEP_HOPPER_SHARED, DEEP_SHARED
+from .deep import DEEP_HOPPER_SHARED, DEEP_INPUT_BLOCK, DEEP_INPUT_SHARED, DEEP_SHARED
 from .limits import limits_of
 from .spec import PTR, U32, Arg, Case, KernelSpec
 
@@ -163,9 +164,9 @@ MOE_DEEP_INPUT: Final = KernelSpec(
         _SLOTS,
         _PAIRS,
     ),
-    grid="tiles_cap, hidden / 128",
-    block=256,
-    shared_bytes=1024,
+    grid="tiles_cap, ceil(hidden / 256)",
+    block=DEEP_INPUT_BLOCK,
+    shared_bytes=DEEP_INPUT_SHARED,
     blocks_per_sm=3,
     limits=limits_of("moe_deep_input"),
     reference="orders.hadamard128",
@@ -175,13 +176,14 @@ MOE_DEEP_INPUT: Final = KernelSpec(
         "integers": "the rotation's scale 1/sqrt(128) is no power of two: integers have no exact answer",
         "midpoints": "what is rounded has passed through that scale: no input gives an exact tie",
     },
-    controls=planted.MOE_DEEP_INPUT,
+    controls=planted_input.MOE_DEEP_INPUT,
     bound="Equal in bits to the order's oracle: one product, seven stages, one scale, f16 once.",
     cases=(
         _case("one_row", 1, hidden=128),
         _case("three_rows", 3, hidden=384),
         _case("one_more_than_half", 65, hidden=128),
         _case("edges", 130, hidden=128, members=_EDGES),
+        _case("large", 150, n_experts=2, n_active=1, hidden=256, members="149,1"),
         _case("published", 2, rows_cap=128, n_experts=64, n_active=10, hidden=2560),
         _case("nonfinite", 5, hidden=256, special="nonfinite"),
         _case("no_rows", 0, hidden=128, special="stale_tiles"),

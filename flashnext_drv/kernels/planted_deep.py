@@ -41,11 +41,11 @@ DEEP_LINEAR: Final = (
         "tree_flat",
         "order",
         _DEEP,
-        "for (; leaf >> level & 1u; level++)",
-        "for (; leaf && level < 1u; level++)",
-        "leaves4",
+        "for (; present >> (level + 1u) & 1u; level++)",
+        "for (; present > 1u && level < 1u; level++)",
         "leaves8",
     ),
+    _one("leaf_lost", "leaf", _DEEP, "sum[j][0] = fn_add(w.x, sum[j][0])", "sum[j][0] = w.x", "leaves4"),
     _one(
         "first_segment_lost",
         "leaf",
@@ -71,7 +71,7 @@ DEEP_LINEAR: Final = (
         "if (at + lane + 32u * i + 1u < n)",
         "f16",
     ),
-    _one("unscaled", "scale", _DEEP, "fn_mul(q.x, scale[0])", "q.x", "mul1_3"),
+    _one("unscaled", "scale", _DEEP, "fn_mul(q.x, svh[0])", "q.x", "mul1_3"),
     _one("no_bias", "leaf", _DEEP, "fn_add(q.x, more[0])", "q.x", "bias"),
     _one(
         "other_linear",
@@ -130,17 +130,33 @@ DEEP_LINEAR: Final = (
         (
             Edit(
                 _DEEP,
-                "        spill(sum, 0u);\n        meet();\n",
-                "        if (fn_thread_here() < 32u) fn_delay();\n        spill(sum, 0u);\n",
+                "        spill(sum);\n        meet();\n",
+                "        if (fn_thread_here() < 32u) fn_delay();\n        spill(sum);\n",
             ),
             Edit(
                 _DEEP,
-                "            if (computes) spill(sum, 0u);\n            meet();\n",
+                "            if (computes) spill(sum);\n            meet();\n",
                 "            if (fn_thread_here() < 32u) fn_delay();\n"
-                "            if (computes) spill(sum, 0u);\n",
+                "            if (computes) spill(sum);\n",
             ),
         ),
         cases=("f16",),
+    ),
+    _one(
+        "leaves_overwritten",
+        "barrier",
+        _DEEP,
+        "            meet();  // nobody's leaves wait there any more\n",
+        "",
+        "leaves2",
+    ),
+    _one(
+        "scales_not_awaited",
+        "barrier",
+        _DEEP,
+        "        fn_cp_async_wait<0>();\n        u32 thread",
+        "        u32 thread",
+        "mul1_3",
     ),
 )
 
@@ -149,16 +165,16 @@ DEEP_SITE_UP: Final = (
         "streams_falling",
         "order",
         _SITE,
-        "sum = j ? fn_fma(g, n, sum) : fn_mul(g, n);",
-        "sum = j ? fn_add(fn_mul(g, n), sum) : fn_mul(g, n);",
+        "return j ? fn_fma(g, n, sum) : fn_mul(g, n);",
+        "return j ? fn_add(fn_mul(g, n), sum) : fn_mul(g, n);",
     ),
     _one("fourth_lost", "scale", _SITE, "fn_mul(sum, 0.25f)", "fn_mul(sum, 0.2500001f)"),
     _one(
         "n_f16",
         "rounding",
         _SITE,
-        "float n = fn_mul(fn_mul(x[i][j], rinv4[j]), scale[j]);",
-        "float n = fn_h2f(fn_f2h(fn_mul(fn_mul(x[i][j], rinv4[j]), scale[j])));",
+        "float n = fn_mul(fn_mul(x, rinv), scale), g",
+        "float n = fn_h2f(fn_f2h(fn_mul(fn_mul(x, rinv), scale))), g",
     ),
     _one("last_row", "tail", _SITE, "if (row >= end) continue;", "if (row + 1u >= end) continue;"),
     _one(
@@ -169,7 +185,7 @@ DEEP_SITE_UP: Final = (
         "(n_rows > ROWS ? n_rows / ROWS : 1u)",
         "rows200",
     ),
-    _one("first_rinv", "index", _SITE, "rinv4[j]), scale[j]);", "rinv4[0]), scale[j]);"),
+    _one("first_rinv", "index", _SITE, "rinv4[j], scale[j], sum);", "rinv4[0], scale[j], sum);"),
     _one(
         "other_streams",
         "layout",

@@ -73,37 +73,14 @@ LINEAR_INPUT: Final = (
         "ties_away",
         "tie",
         _IN,
-        "    fn_linear_store_operand(v,",
-        "    for (u32 i = 0; i < 4; i++) v[i] = fn_u2f(fn_f2u(v[i]) + 1u);\n    fn_linear_store_operand(v,",
+        "    if (k < linear.k) fn_store",
+        "    for (u32 i = 0; i < 4; i++) v[i] = fn_u2f(fn_f2u(v[i]) + 1u);\n    if (k < linear.k) fn_store",
         "midpoints",
     ),
     _one(
         "padding_row", "stale", _IN, "if (row >= n_rows) return;", "if (row > n_rows) return;"
     ),
-    _one(
-        "beyond_k",
-        "tail",
-        _EXL3,
-        "    if (k >= linear.k) return;\n    u16* x",
-        "    if (k > linear.k) return;\n    u16* x",
-        "plain",
-    ),
-    _one(
-        "other_image",
-        "layout",
-        _EXL3,
-        "fn_store_tile4(x, (linear.k + 63u) / 64u, row, k, v);",
-        "fn_store_tile4(x, linear.k / 64u, row, k, v);",
-        "tiled",
-    ),
-    _one(
-        "other_chunk",
-        "layout",
-        _EXL3,
-        "((((k >> 3) & 7u) ^ (row & 7u)) << 3)",
-        "(((k >> 3) & 7u) << 3)",
-        "tiled",
-    ),
+    _one("beyond_k", "tail", _IN, "if (k < linear.k) fn_store", "if (k <= linear.k) fn_store", "plain"),
     _one("first_linear", "index", _IN, "linears[blockIdx.y];", "linears[0];", "blocks", "mixed"),
 )
 

@@ -14,7 +14,6 @@ from .spec import Control, Edit
 __all__ = [
     "MOE_DEEP_DOWN",
     "MOE_DEEP_GU",
-    "MOE_DEEP_INPUT",
     "MOE_DEEP_SUM",
     "MOE_PLAN_COUNT",
     "MOE_PLAN_PLACE",
@@ -24,8 +23,6 @@ __all__ = [
 _COUNT: Final = "moe/moe_plan_count.cu"
 _SCAN: Final = "moe/moe_plan_scan.cu"
 _PLACE: Final = "moe/moe_plan_place.cu"
-_ROWS4: Final = "moe/rows4.cuh"
-_INPUT: Final = "moe/moe_deep_input.cu"
 _SUM: Final = "moe/moe_deep_sum.cu"
 
 
@@ -139,69 +136,6 @@ MOE_PLAN_PLACE: Final = (
     ),
 )
 
-MOE_DEEP_INPUT: Final = (
-    _one(
-        "bits_5_and_6",
-        "order",
-        _ROWS4,
-        "    fn_rows4_stage<4>(v);\n    fn_rows4_stage<8>(v);\n",
-        "    fn_rows4_stage<8>(v);\n    fn_rows4_stage<4>(v);\n",
-    ),
-    _one("unscaled", "scale", _ROWS4, "v[i] = fn_mul(v[i], 0.088388347648f);", "v[i] = fn_mul(v[i], 1.f);"),
-    _one(
-        "two_roundings",
-        "contraction",
-        _ROWS4,
-        "fn_store_tile4(x, k_blocks, row, 128u * block + fn_rows4_at(j), h);",
-        "for (u32 i = 0; i < 4; i++) h[i] = fn_fma(h[i], 1.000001f, 0.f);\n        "
-        "fn_store_tile4(x, k_blocks, row, 128u * block + fn_rows4_at(j), h);",
-    ),
-    _one(
-        "other_projection",
-        "index",
-        _INPUT,
-        "(line.up.suh) + 128u * block, up);",
-        "(line.gate.suh) + 128u * block, up);",
-    ),
-    _one("padding_positions", "tail", _INPUT, "        if (i < tile.n_rows) {\n", "        {\n"),
-    _one(
-        "row_f16",
-        "rounding",
-        _INPUT,
-        "v[k] = fn_mul(v[k], gate[k]);",
-        "v[k] = fn_mul(fn_h2f(fn_f2h(v[k])), gate[k]);",
-    ),
-    _one(
-        "unsorted",
-        "stale",
-        _INPUT,
-        "fn_ldg(pair_of + tile.first + threadIdx.x) / n_slots",
-        "(tile.first + threadIdx.x) / n_slots % fn_ld(&round->n_rows)",
-        "edges",
-    ),
-    _one(
-        "half_of_a_tile",
-        "stale",
-        _INPUT,
-        "threadIdx.x < tile.n_rows ?",
-        "threadIdx.x < fn_min_u32(tile.n_rows, 128u) ?",
-        "edges",
-    ),
-    Control(
-        "barrier",
-        "barrier",
-        (
-            Edit(_INPUT, "    __syncthreads();\n#pragma unroll 1\n", "#pragma unroll 1\n"),
-            Edit(
-                _INPUT,
-                "    s.row[threadIdx.x] = ",
-                "    if (threadIdx.x < 128u) fn_delay();\n    s.row[threadIdx.x] = ",
-            ),
-        ),
-        cases=("edges",),
-    ),
-)
-
 MOE_DEEP_SUM: Final = (
     _one(
         "leaves_in_order",
@@ -282,13 +216,14 @@ MOE_DEEP_GU: Final = (
     *_SHARED,
     _one("gate_f16", "rounding", _GU, "fn_mul(fn_silu(gs[i]),", "fn_mul(fn_h2f(fn_f2h(fn_silu(gs[i]))),"),
     _one("gate_for_up", "index", _GU, "fn_mul(v[i], up_out[i])", "fn_mul(gs[i], up_out[i])"),
+    _one("scales_of_gate", "index", _GU, "(up ? line->up.svh : line->gate.svh)", "(line->gate.svh)"),
     _one("up_of_gate", "index", _GU, "x, x + (u64)pairs_cap * hidden, h,", "x, x, h,"),
     _one(
         "other_gate",
         "index",
         _GU,
-        "(gates + (u64)row * gate_pitch)",
-        "(gates + (u64)(row ^ 1u) * gate_pitch)",
+        "(u64)fn_min_u32(row + r, stop - 1u) * gate_pitch",
+        "(u64)(fn_min_u32(row + r, stop - 1u) ^ 1u) * gate_pitch",
         "half_and_one",
     ),
     _one(
@@ -328,8 +263,8 @@ MOE_DEEP_DOWN: Final = (
         "sum_f16",
         "rounding",
         _DEEP,
-        "fn_mul(q.x, scale[0])",
-        "fn_mul(fn_h2f(fn_f2h(q.x)), scale[0])",
+        "fn_mul(q.x, svh[0])",
+        "fn_mul(fn_h2f(fn_f2h(q.x)), svh[0])",
     ),
     _one("padding_positions", "tail", _DEEP, "stop = fn_min_u32(row + 16u, end);", "stop = row + 16u;"),
     _one("first_outputs", "index", _DOWN, "output / 16u, 2u, hidden / 16u", "0u, 2u, hidden / 16u", "mixed"),
@@ -341,7 +276,7 @@ MOE_DEEP_DOWN: Final = (
         "line->width / 64u, live};",
         "narrow_and_long",
     ),
-    _one("unscaled", "scale", _DEEP, "fn_mul(q.x, scale[0])", "q.x"),
+    _one("unscaled", "scale", _DEEP, "fn_mul(q.x, svh[0])", "q.x"),
     _one(
         "first_expert",
         "stale",

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ..kernels.attn import score_grid
-from ..kernels.deep import deep_tiles
+from ..kernels.deep import deep_input_grid, deep_tiles
 from ..kernels.moe_deep import deep_pairs
 from ..kernels.tables import FORMAT_BF16, FORMAT_F16
 from .deep_layout import ROW_STEP, DeepLayout
@@ -149,9 +149,14 @@ class _Walk:
         """Operands, products and finished sums of a group whose input row is d_m."""
         members = self.layout.groups[group]
         yield Step(
-            "linear_input",
-            (-(-max(m.k for m in members.members) // 512), members.n_inputs, self.rows),
-            {"linears": f"{group}.deep", "x": "d_m", "x_stride": self.c.hidden},
+            "deep_input",
+            deep_input_grid(self.rows, max(m.k for m in members.members)),
+            {
+                "linears": f"{group}.deep",
+                "n_linears": members.n_inputs,
+                "x": "d_m",
+                "x_stride": self.c.hidden,
+            },
             group,
         )
         yield self._linear(group)
@@ -365,7 +370,7 @@ class _Walk:
             )
         yield Step(
             "moe_deep_input",
-            (tiles_cap, c.hidden // 128),
+            (tiles_cap, -(-c.hidden // 256)),
             {
                 **lines,
                 **tiles,

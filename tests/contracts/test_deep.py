@@ -10,7 +10,7 @@ import pytest
 
 from flashnext_drv.check import contract
 from flashnext_drv.check.contract import CheckDevice
-from flashnext_drv.check.operands import same_bits, untouched
+from flashnext_drv.check.operands import from_tiles, is_tiles, same_bits, untouched
 from flashnext_drv.kernels import deep
 from flashnext_drv.kernels.spec import Case
 
@@ -33,7 +33,9 @@ def test_case_meets_its_expectation(device: CheckDevice, kernel: str, case: Case
     contract.run_case(device, kernel, case, case_seed)
 
 
-@pytest.mark.parametrize(("kernel", "name"), [("deep_linear", "mixed"), ("deep_site_up", "rows3")])
+@pytest.mark.parametrize(
+    ("kernel", "name"), [("deep_linear", "mixed"), ("deep_site_up", "rows3"), ("deep_input", "rows65")]
+)
 def test_order_of_lanes_warps_and_blocks_does_not_matter(
     device: CheckDevice, kernel: str, name: str, in_any_order: Callable[..., None]
 ) -> None:
@@ -43,7 +45,8 @@ def test_order_of_lanes_warps_and_blocks_does_not_matter(
 @pytest.mark.parametrize(
     ("kernel", "name", "output"),
     [("deep_linear", "rows130", "out0"), ("deep_linear", "wide_leaves", "out3"),
-     ("deep_site_up", "rows70", "m"), ("deep_site_up", "rows200", "m")],
+     ("deep_site_up", "rows70", "m"), ("deep_site_up", "rows200", "m"),
+     ("deep_input", "rows129", "x0"), ("deep_input", "rows129", "x1"), ("deep_input", "rows65", "x2")],
 )  # fmt: skip
 @pytest.mark.parametrize("fewer", [1, 9, 63])
 def test_a_row_keeps_its_bytes_when_rows_behind_it_are_gone(
@@ -57,12 +60,14 @@ def test_a_row_keeps_its_bytes_when_rows_behind_it_are_gone(
     given.arrays["round"]["n_rows"] = rows - fewer
     given.expect = lambda _: None
     part = contract.run_case(device, kernel, case, 0, given).outputs[output]
+    whole, part = (from_tiles(x) if is_tiles(x) else x for x in (whole, part))
     same_bits("rows", part[: rows - fewer], whole[: rows - fewer])
     untouched("behind", part[rows - fewer :])
 
 
 @pytest.mark.parametrize(("kernel", "name", "output"),
-                         [("deep_linear", "bias", "out0"), ("deep_site_up", "rows3", "m")])  # fmt: skip
+                         [("deep_linear", "bias", "out0"), ("deep_site_up", "rows3", "m"),
+                          ("deep_input", "rows63", "x0"), ("deep_input", "rows63", "x1")])  # fmt: skip
 @pytest.mark.parametrize("fault", ["bit", "padding"])
 def test_planted_fault_is_reported(
     device: CheckDevice, kernel: str, name: str, output: str, fault: str
@@ -72,6 +77,8 @@ def test_planted_fault_is_reported(
     made.expect(found)
     spoiled = found[output] = found[output].copy()
     # a bit that counts: the sums of deep_site_up pass a sigmoid and are held to FP64 alone
-    spoiled.view(np.uint32)[0 if fault == "bit" else -1, 0] ^= 1 if kernel == "deep_linear" else 1 << 16
+    words = spoiled.reshape(-1).view(np.uint32)
+    at = 0 if fault == "bit" else words.size - spoiled.shape[-1] * spoiled.itemsize // 4
+    words[at] ^= 1 << 16 if kernel == "deep_site_up" else 1
     with pytest.raises(AssertionError):
         made.expect(found)
