@@ -2,6 +2,7 @@
 
     python build_kernels.py [--force] [--jobs N] [--archs sm_90a,sm_120] [--families glue] [--strict]
     python build_kernels.py --controls      # the planted controls of the check, for sm_90a; never shipped
+    python build_kernels.py --controls hopper       # only those in text that sm_90a alone has
 
 Declarations -> one NVRTC unit per family and architecture -> flashnext_drv/_cubin/*.cubin and manifest.json.
 Needs neither GPU nor driver, and NVRTC only here: the package never imports it.  FLASHNEXT_ARCHS (read here
@@ -82,12 +83,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--families", default="", help="families, e.g. glue,exl3 (default: all)")
     parser.add_argument("--strict", action="store_true",
                         help="fail when a kernel is over its declared limits")
-    parser.add_argument("--controls", action="store_true",
-                        help="the planted controls of the check, and only these")
+    parser.add_argument("--controls", nargs="?", const="all", choices=("all", "hopper"),
+                        help="the planted controls of the check, and only these; hopper: of them those in "
+                             "text that sm_90a alone has")
     given = parser.parse_args(argv)
     try:
         if given.controls:
-            build_controls((archs(given.archs) if given.archs else ("sm_90a",))[0], jobs=given.jobs)
+            build_controls((archs(given.archs) if given.archs else ("sm_90a",))[0], jobs=given.jobs,
+                           hopper_alone=given.controls == "hopper")
             return 0
         families = tuple(given.families.replace(",", " ").split())
         over = build(archs(given.archs or None), families, force=given.force, jobs=given.jobs)
@@ -158,8 +161,9 @@ def build(wanted: tuple[str, ...], families: tuple[str, ...] = (), *, force: boo
     return over
 
 
-def build_controls(arch: str, *, jobs: int = 0) -> None:
-    """Make the image of every planted control for `arch`, in a folder of their own that no wheel packs."""
+def build_controls(arch: str, *, jobs: int = 0, hopper_alone: bool = False) -> None:
+    """Make the image of every planted control for `arch`, or of those for sm_90a alone, in a folder of their
+    own that no wheel packs."""
     start, folder = time.monotonic(), planting.control_root()
     option_digest = _digest([arch, OPTIONS, _tool()])
     try:
@@ -170,6 +174,8 @@ def build_controls(arch: str, *, jobs: int = 0) -> None:
     with tempfile.TemporaryDirectory(prefix="flashnext-controls-") as scratch:
         units = []
         for spec, control in planting.controls():
+            if hopper_alone and not control.hopper:
+                continue
             name, digest = planting.control_image(spec, control), planting.control_digest(spec, control)
             entries[name] = {"file": f"{name}.cubin", "digest": digest, "options": option_digest}
             if before.get(name) == entries[name] and (folder / f"{name}.cubin").is_file():

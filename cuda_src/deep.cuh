@@ -345,32 +345,21 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
     }
     // The first of a warp's own rows, where the tile's begin with `first`.
     FN_DEVICE u32 own_row(u32 first) const { return first + 16u * (fn_thread_here() >> 5); }
-    // The bytes of fn_hadamard128 for the warp's own 16 rows from `row` on: half a row a lane.
+    // The bytes of fn_hadamard128 for the warp's own 16 rows from `row` on.
     FN_DEVICE void rotate(u32 row) const {
         u32 lane = fn_thread_here() & 31u, upper = lane >> 4;
-        const float sign = upper ? -1.f : 1.f;
         float v[64];
         row += lane & 15u;
 #pragma unroll
         for (u32 j = 0; j < 16; j++) {
-            float4 f = *reinterpret_cast<const float4*>(tile(row, 64u * upper + 4u * j));
+            u32 quarter = 2u * upper + (j >> 3 ^ upper);
+            float4 f = *reinterpret_cast<const float4*>(tile(row, 32u * quarter + 4u * (j & 7u)));
             v[4u * j] = f.x, v[4u * j + 1u] = f.y, v[4u * j + 2u] = f.z, v[4u * j + 3u] = f.w;
         }
-#pragma unroll
-        for (u32 bit = 1; bit < 64u; bit <<= 1)
-#pragma unroll
-            for (u32 i = 0; i < 64; i++) {
-                if (i & bit) continue;
-                float a = v[i], b = v[i | bit];
-                v[i] = fn_add(a, b);
-                v[i | bit] = fn_sub(a, b);
-            }
-#pragma unroll
-        for (u32 i = 0; i < 64; i++)  // the other half + or - this one, rounded once
-            v[i] = fn_mul(fn_fma(v[i], sign, fn_shfl_xor(v[i], 16u)), 0.088388347648f);
+        fn_half_hadamard(v);
 #pragma unroll
         for (u32 j = 0; j < 16; j++)
-            *reinterpret_cast<float4*>(tile(row, 64u * upper + 4u * j)) =
+            *reinterpret_cast<float4*>(tile(row, 64u * (j >> 3) + 32u * upper + 4u * (j & 7u))) =
                 make_float4(v[4u * j], v[4u * j + 1u], v[4u * j + 2u], v[4u * j + 3u]);
         __syncwarp();
     }
@@ -537,7 +526,7 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
         parity ^= 1u << slot;
     }
     // Lanes 0 .. n - 1 each start a copy into the present slot.
-    FN_DEVICE void bring(u32 n, u32 bytes, u8* to, const u8* from, u64 stride) {
+    FN_DEVICE void copy(u32 n, u32 bytes, u8* to, const u8* from, u64 stride) {
         u32 lane = fn_thread_here() & 31u;
         if (lane == 0) fn_barrier_expect(&s.full[slot], n * bytes);
         __syncwarp();
@@ -553,13 +542,13 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
         for (u32 b = w.k / 64u; b; b--, x += 8192u, data += 4u * of_step) {
             await();
             if (turn == 0)
-                bring(2u, 8192u, half_at(slot), x, of_image);
+                copy(2u, 8192u, half_at(slot), x, of_image);
             else
-                bring(4u, FN_DEEP_WARPS * bytes, s.words[slot >> 1], data, of_step);
+                copy(4u, FN_DEEP_WARPS * bytes, s.words[slot >> 1], data, of_step);
             next_slot<FN_DEEP_SLOTS>();
             await();
             if (turn == 0)
-                bring(images - 2u, 8192u, half_at(slot), x + 2u * of_image, of_image);
+                copy(images - 2u, 8192u, half_at(slot), x + 2u * of_image, of_image);
             else if ((fn_thread_here() & 31u) == 0)
                 fn_barrier_arrive(&s.full[slot]);
             next_slot<FN_DEEP_SLOTS>();
@@ -584,9 +573,9 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
             u32 to = fn_min_u32((at & ~3u) + 4u, next), n = to - at;
             await();
             if (turn == 0) {
-                bring(images, 8192u, rows_at(slot), x + 8192u * (at >> 2), 8192ull * k_blocks);
+                copy(images, 8192u, rows_at(slot), x + 8192u * (at >> 2), 8192ull * k_blocks);
             } else if (exl3) {
-                bring(n, FN_DEEP_WARPS * bytes, weights_at(slot), data + at * of_step, of_step);
+                copy(n, FN_DEEP_WARPS * bytes, weights_at(slot), data + at * of_step, of_step);
             } else {  // a warp's steps lie one behind the other
                 if (lane == 0) fn_barrier_expect(&s.full[slot], n_warps * n * 512u);
                 __syncwarp();

@@ -11,6 +11,7 @@
 //   fn_sum_units(part, leaves, segments, stride)    order part_sum_v1 of one output; fn_sum_units4: of 4
 //   fn_exl3_rotate_in(v, suh)                     W x * suh, Hadamard
 //   fn_exl3_rotate_out(v, svh)                    W Hadamard, * svh
+//   fn_half_hadamard(v)                           W Hadamard of 16 rows, half a row a lane
 //   fn_linear_store_input(v, linear, row, block)  W rotate (EXL3) or not, round to f16, store the operand
 //   fn_bf16_split(h2, hi, lo)                       two f16 into exact bf16 hi + lo
 //
@@ -147,6 +148,31 @@ FN_DEVICE void fn_exl3_rotate_out(float (&v)[4], const u16* svh) {
     fn_hadamard128(v);
 #pragma unroll
     for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], s[i]);
+}
+
+// The bytes of fn_hadamard128 for each of 16 rows, half a row a lane: lane l has 64 elements of row l & 15, the half
+// l >> 4; in upper lanes with the two quarters exchanged (v[i] is element i ^ 32 of the 64), so that both lanes of a
+// row send the same registers.  Stages in the order of index bits 0 .. 6, lower a + b, upper a - b, then times
+// 1/sqrt(128).  v[i] becomes element i of the first 64, v[32 + i] of the last; + 32 in upper lanes.
+// Factors of 1 and -1 are exact: a product and its sum round once.
+FN_DEVICE void fn_half_hadamard(float (&v)[64]) {
+    const float sign = threadIdx.x & 16u ? -1.f : 1.f;
+#pragma unroll
+    for (u32 bit = 1; bit < 32u; bit <<= 1)
+#pragma unroll
+        for (u32 i = 0; i < 64; i++) {
+            if (i & bit) continue;
+            float a = v[i], b = v[i | bit];
+            v[i] = fn_add(a, b);
+            v[i | bit] = fn_sub(a, b);
+        }
+#pragma unroll
+    for (u32 i = 0; i < 32; i++) {  // bit 5: in upper lanes v[i] is the one whose bit is set
+        float mine = fn_fma(v[i], sign, v[i + 32u]), sent = fn_fma(v[i + 32u], -sign, v[i]);
+        float other = fn_shfl_xor(sent, 16u);
+        v[i] = fn_mul(fn_add(mine, other), 0.088388347648f);
+        v[i + 32u] = fn_mul(fn_fma(mine, sign, fn_mul(other, -sign)), 0.088388347648f);
+    }
 }
 
 FN_DEVICE bool fn_is_exl3(const FnWeight& w) { return (w.format & 255u) == FN_FORMAT_EXL3; }

@@ -38,8 +38,7 @@ struct FnHalfOperand {
     u32 k;
 };
 
-// Lanes of the upper half of a row hold its two quarters exchanged (v[i] is input i ^ 32 of the 64): then both lanes of
-// a row send the same registers in the last stage.
+// A lane's half of a row, as fn_half_hadamard takes it.
 FN_DEVICE void fn_half_load(const float* row, float (&v)[64]) {
     u32 upper = (threadIdx.x & 31u) >> 4;
     const float* part[2] = {row + 96u * upper, row + 32u + 32u * upper};
@@ -47,29 +46,6 @@ FN_DEVICE void fn_half_load(const float* row, float (&v)[64]) {
     for (u32 j = 0; j < 16; j++) {
         float4 f = *reinterpret_cast<const float4*>(part[j >> 3] + 4u * (j & 7u));
         v[4u * j] = f.x, v[4u * j + 1u] = f.y, v[4u * j + 2u] = f.z, v[4u * j + 3u] = f.w;
-    }
-}
-
-// The bytes of fn_hadamard128 for each of the 16 rows: stages in the order of index bits 0 .. 6, lower a + b, upper
-// a - b, then times 1/sqrt(128).  v[i] becomes input i of the first 64, v[32 + i] of the last; + 32 in upper lanes.
-// Factors of 1 and -1 are exact: a product and its sum round once.
-FN_DEVICE void fn_half_hadamard(float (&v)[64]) {
-    const float sign = threadIdx.x & 16u ? -1.f : 1.f;
-#pragma unroll
-    for (u32 bit = 1; bit < 32u; bit <<= 1)
-#pragma unroll
-        for (u32 i = 0; i < 64; i++) {
-            if (i & bit) continue;
-            float a = v[i], b = v[i | bit];
-            v[i] = fn_add(a, b);
-            v[i | bit] = fn_sub(a, b);
-        }
-#pragma unroll
-    for (u32 i = 0; i < 32; i++) {  // bit 5: in upper lanes v[i] is the one whose bit is set
-        float mine = fn_fma(v[i], sign, v[i + 32u]), sent = fn_fma(v[i + 32u], -sign, v[i]);
-        float other = fn_shfl_xor(sent, 16u);
-        v[i] = fn_mul(fn_add(mine, other), 0.088388347648f);
-        v[i + 32u] = fn_mul(fn_fma(mine, sign, fn_mul(other, -sign)), 0.088388347648f);
     }
 }
 

@@ -58,7 +58,7 @@ def audit(lines):
     for key in verdict:
         if key not in wanted:
             complaints.append(f"{key[0]}/{key[1]} was not due")
-    run = [key for key in wanted if verdict.get(key, {}).get("stage") != "racecheck"]
+    run = [key for key in wanted if verdict.get(key, {}).get("stage") not in ("racecheck", "hopper")]
     red = [key for key in run if verdict.get(key, {}).get("red") is True]
     counted = (len(due), len(due) - len(bad), len(bad), len(run), len(red), len(run) - len(red))
     end = [r for r in records if r.get("kind") == "end"]

@@ -168,10 +168,10 @@ _ATOMIC: Final = (
 )
 _ZERO: Final = _form(
     moe_deep.MOE_DEEP_SUM, "zero",
-    Edit(_SUM, "    if (row >= fn_ld(&round->n_rows)) return;\n",
-         "    if (row >= fn_ld(&round->n_rows)) return;\n"
-         "    if (c < hidden) *reinterpret_cast<float4*>(y + (u64)row * hidden + c) = "
-         "make_float4(0.f, 0.f, 0.f, 0.f);\n    return;\n"),
+    Edit(_SUM, "    if (row >= sum.n_rows) return;\n",
+         "    for (; works && row < sum.n_rows; row += gridDim.y)\n"
+         "        *reinterpret_cast<float4*>(y + (u64)row * hidden + c) = make_float4(0.f, 0.f, 0.f, 0.f);\n"
+         "    return;\n"),
 )
 _GU_CHAIN: Final = _form(moe_deep.MOE_DEEP_GU, "chain", *_CHAIN)
 _DOWN_CHAIN: Final = _form(moe_deep.MOE_DEEP_DOWN, "chain", *_CHAIN)

@@ -2,7 +2,8 @@
 // Contract    o, z (rows_cap, n_v 128) f32, norm_w (128) f32 -> linear.x (rows_cap, x_stride) f16 in fragment
 //             order, or a tile image where linear.tiled says so; rotated for EXL3.  linear.k == n_v
 //             128.  gate: 0 sigmoid, 1 silu.  Rows >= round.n_rows are not touched.
-// Launch      grid (ceil(n_v / 4), rows_cap), block 128: one warp a head, which is one block of 128 inputs.
+// Launch      grid (ceil(n_v / 4), 1 .. rows_cap), block 128: one warp a head, which is one block of 128 inputs, of
+//             rows blockIdx.y, + gridDim.y, ...; the next row's are on their way while one is worked on.
 // Arithmetic  order gdn_gate_v1: lane l holds elements 4l .. 4l+3; sum = fma(o, o, acc) from +0 over its
 //             four, rising, then fn_warp_sum;  r = rsqrt(sum * 2^-7 + eps);  v = ((o * r) * norm_w) * act(z);
 //             then exl3 operand.
@@ -27,27 +28,38 @@ FN_KERNEL((const FnRound* round, const float* o, const float* z, const float* no
 
     fn_wait_prior();
     if (row >= n_rows || !live) return;
-    u64 at = ((u64)row * n_v + head) * 32u + lane;
-    float4 x = fn_ld(reinterpret_cast<const float4*>(o) + at);
-    float4 g = fn_ld(reinterpret_cast<const float4*>(z) + at);
-    float v[4] = {x.x, x.y, x.z, x.w}, a[4] = {g.x, g.y, g.z, g.w}, weight[4] = {w.x, w.y, w.z, w.w};
-    float sum = 0.f;
+    const float4* inputs = reinterpret_cast<const float4*>(o) + head * 32u + lane;
+    const float4* gates = reinterpret_cast<const float4*>(z) + head * 32u + lane;
+    const u32 pitch = 32u * n_v;
+    float weight[4] = {w.x, w.y, w.z, w.w};
+    float4 x = fn_ld(inputs + (u64)row * pitch), g = fn_ld(gates + (u64)row * pitch);
+#pragma unroll 1
+    while (true) {
+        float v[4] = {x.x, x.y, x.z, x.w}, a[4] = {g.x, g.y, g.z, g.w}, sum = 0.f;
+        u32 next = row + gridDim.y;
+        if (next < n_rows) {
+            x = fn_ld(inputs + (u64)next * pitch);
+            g = fn_ld(gates + (u64)next * pitch);
+        }
 #pragma unroll
-    for (int i = 0; i < 4; i++) sum = fn_fma(v[i], v[i], sum);
-    float r = fn_rsqrt(fn_add(fn_mul(fn_warp_sum(sum), 0x1p-7f), eps));
+        for (int i = 0; i < 4; i++) sum = fn_fma(v[i], v[i], sum);
+        float r = fn_rsqrt(fn_add(fn_mul(fn_warp_sum(sum), 0x1p-7f), eps));
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        v[i] = fn_mul(fn_mul(fn_mul(v[i], r), weight[i]), fn_gate(a[i], gate != 0));
-    }
-    if (exl3) {  // as fn_exl3_rotate_in
+        for (int i = 0; i < 4; i++) {
+            v[i] = fn_mul(fn_mul(fn_mul(v[i], r), weight[i]), fn_gate(a[i], gate != 0));
+        }
+        if (exl3) {  // as fn_exl3_rotate_in
 #pragma unroll
-        for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], scale[i]);
-        fn_hadamard128(v);
-    }
-    u32 k = 128u * head + 4u * lane;
-    if (tiled) {
-        fn_store_tile4(to, 2u * n_v, row, k, v);
-    } else {
-        fn_store_frag4(to + (u64)row * stride, k, v);
+            for (int i = 0; i < 4; i++) v[i] = fn_mul(v[i], scale[i]);
+            fn_hadamard128(v);
+        }
+        u32 k = 128u * head + 4u * lane;
+        if (tiled) {
+            fn_store_tile4(to, 2u * n_v, row, k, v);
+        } else {
+            fn_store_frag4(to + (u64)row * stride, k, v);
+        }
+        if (next >= n_rows) return;
+        row = next;
     }
 }

@@ -54,7 +54,8 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 has_inject, u16* u
         bool low = i < rank;
         u32 n = low ? rank : 4u, output = low ? i : i - rank;
         const float* from = reinterpret_cast<const float*>(low ? low_part : part) + row * n + output;
-        float x = fn_mul(sum_segments(from, low ? low_segments : segments, cap * n), 0.25f);
+        u32 count = low ? low_segments : segments;
+        float sum = count == 1u ? fn_ld_here(from) : sum_segments(from, count, cap * n), x = fn_mul(sum, 0.25f);
         float gate = fn_gate(x, low);
         if (low) {
             u64 at = tiled ? fn_tile_at((rank + 63u) >> 6, row, i) : row * rank + fn_frag_pos(i);

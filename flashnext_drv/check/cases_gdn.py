@@ -252,7 +252,7 @@ def _gdn_gate_input(case: Case, seed: int) -> Operands:
             "suh": suh,
         },
         scalars={"gate": gate, "n_v": n_v, "eps": EPS},
-        grid=(-(-n_v // 4), cap, 1),
+        grid=(-(-n_v // 4), int(case.dims.get("at_once", cap)), 1),
         relocations=[
             ("linear", field_at(LINEAR, "x"), "x", 0),
             ("linear", field_at(LINEAR, "w", "suh"), "suh", 0),

@@ -182,7 +182,7 @@ def _sum(case: Case, seed: int) -> Operands:
             "part": part,
         },
         scalars={"hidden": hidden, "n_slots": x.n_slots, "n_experts": x.n_experts},
-        grid=(-(-hidden // 512), x.cap, 1),
+        grid=(-(-hidden // 512), int(case.dims.get("at_once", x.cap)), 1),
         relocations=moves,
         outputs=("y",),
         expect=expect,

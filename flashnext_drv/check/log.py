@@ -24,7 +24,7 @@ Record = dict[str, Any]
 @dataclass
 class Counts:
     """What a log says.  failed: kernel -> why.  missed: "kernel/control" of controls that no stage reported.
-    racecheck: controls that cannot be brought to light by running them on this device."""
+    racecheck, hopper: controls that cannot be brought to light by running them on this device."""
 
     kernels: tuple[str, ...] = ()
     failed: dict[str, list[str]] = field(default_factory=dict)
@@ -32,6 +32,7 @@ class Counts:
     red: int = 0
     missed: list[str] = field(default_factory=list)
     racecheck: list[str] = field(default_factory=list)
+    hopper: list[str] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
@@ -78,8 +79,9 @@ def count(records: list[Record]) -> Counts:
             fail(name, f"not shown: {', '.join(lacking)}")
     for kernel, control in (tuple(pair) for pair in head["controls"]):
         verdict = verdicts.get((kernel, control))
-        if verdict is not None and verdict["stage"] == "racecheck":
-            counts.racecheck.append(f"{kernel}/{control}")
+        if verdict is not None and verdict["stage"] in ("racecheck", "hopper"):
+            left = counts.racecheck if verdict["stage"] == "racecheck" else counts.hopper
+            left.append(f"{kernel}/{control}")
             continue
         counts.controls += 1
         if verdict is not None and verdict["red"]:

@@ -167,7 +167,7 @@ INDEX_SELECT: Final = KernelSpec(
     args=(_ROUND, _ROWS, Arg("score", PTR, "(grid rows, max_blocks) f32", "r"),
           Arg("sel", PTR, "(rows_cap, budget) u32, rising block ids, only beyond the budget", "w"),
           Arg("flag", PTR, "(rows_cap) u32: 1 when a score is NaN", "w"), _MAX_BLOCKS, _BUDGET, _FIRST_ROW),
-    grid="rows_cap", block=512, shared_bytes=41104,
+    grid="rows_cap", block=512, shared_bytes=41104, blocks_per_sm=2,
     programmatic=True,
     settled=("round", "rows"),
     limits=limits_of("index_select"),

@@ -35,6 +35,11 @@ def deep_tiles(n: int) -> int:
     return (n + 127) // 128
 
 
+def deep_input_grid(rows: int, k_max: int) -> tuple[int, int]:
+    """Blocks of deep_input for `rows` rows and the longest operand."""
+    return -(-rows // DEEP_INPUT_ROWS), -(-k_max // 256)
+
+
 def _case(name: str, linears: str, rows: int, rows_cap: int, **dims: int | str) -> Case:
     """linears: as in kernels/exl3.py."""
     shows = ("integers",) if dims.get("data") == "onehot" else ()
@@ -170,11 +175,6 @@ DEEP_SITE_UP: Final = KernelSpec(
         _site_case("nonfinite_published", 70, 128, 128, 320, "f16", special="nonfinite"),
     ),
 )
-
-def deep_input_grid(rows: int, k_max: int) -> tuple[int, int]:
-    """Blocks of deep_input for `rows` rows and the longest operand."""
-    return -(-rows // DEEP_INPUT_ROWS), -(-k_max // 256)
-
 
 DEEP_INPUT: Final = KernelSpec(
     name="deep_input",

@@ -13,11 +13,17 @@ from . import planted_gdn as planted
 from .limits import limits_of
 from .spec import F32, PTR, U32, U64, Arg, Case, KernelSpec
 
-__all__ = ["GDN_CONV", "GDN_DEEP_INPUT", "GDN_GATE_INPUT", "GDN_SCAN", "GDN_STEP", "KERNELS"]
+__all__ = ["GDN_CONV", "GDN_DEEP_INPUT", "GDN_GATE_INPUT", "GDN_SCAN", "GDN_STEP", "KERNELS",
+           "gate_grid"]
 
 _ROUND: Final = Arg("round", PTR, "FnRound", "r")
 _RUNS: Final = Arg("runs", PTR, "FnRun[rows_cap]", "r")
 _SLOTS: Final = Arg("slots", PTR, "FnSlot[], by a run's slot", "r")
+
+
+def gate_grid(rows: int, n_v: int) -> tuple[int, int]:
+    """Blocks of gdn_gate_input, which stride over the rows: at 48 heads eight on each of 132 SMs."""
+    return -(-n_v // 4), min(rows, 88)
 
 
 def _case(name: str, **dims: int | float | str) -> Case:
@@ -132,7 +138,7 @@ GDN_GATE_INPUT: Final = KernelSpec(
         Arg("n_v", U32, "value heads"),
         Arg("eps", F32, "1e-7..1e-4"),
     ),
-    grid="ceil(n_v / 4), rows_cap",
+    grid="ceil(n_v / 4), 1 .. rows_cap",
     block=128,
     programmatic=True,
     constants=("norm_w", "linear"),
@@ -160,6 +166,7 @@ GDN_GATE_INPUT: Final = KernelSpec(
         _case("tiled", n_v=3, rows=11, gate=0, dtype="exl3", tiled=1),
         _case("tiled_two_images", n_v=2, rows_cap=80, gate=1, dtype="f16", tiled=1,
               order=",".join(str(5 * i % 16) for i in range(70))),
+        _case("by_turns", n_v=5, rows=11, gate=0, dtype="exl3", tiled=1, at_once=3),
     ),
 )
 

@@ -26,6 +26,7 @@ __all__ = [
     "MOE_PLAN_PLACE",
     "MOE_PLAN_SCAN",
     "deep_pairs",
+    "deep_sum_grid",
 ]
 
 _ROUND: Final = Arg("round", PTR, "FnRound", "r")
@@ -59,6 +60,11 @@ def deep_pairs(rows: int, n_slots: int, n_experts: int) -> tuple[int, int]:
     """
     positions = rows * n_slots + 63 * (n_experts + 1)
     return -(-positions // 128) * 128, rows * n_slots // 256 + n_experts + 1
+
+
+def deep_sum_grid(rows: int, hidden: int) -> tuple[int, int]:
+    """Blocks of moe_deep_sum, which stride over the rows: at the published width five on each of 132 SMs."""
+    return -(-hidden // 512), min(rows, 132)
 
 
 def _case(name: str, rows: int, **dims: int | str) -> Case:
@@ -204,9 +210,10 @@ MOE_DEEP_SUM: Final = KernelSpec(
         _SLOTS,
         _EXPERTS,
     ),
-    grid="ceil(hidden / 512), rows_cap",
+    grid="ceil(hidden / 512), 1 .. rows_cap: deep_sum_grid",
     block=128,
-    shared_bytes=400,
+    shared_bytes=800,
+    blocks_per_sm=5,
     limits=limits_of("moe_deep_sum"),
     reference="moe.Experts",
     replaces="moe_sum",
@@ -225,6 +232,8 @@ MOE_DEEP_SUM: Final = KernelSpec(
         _case("one_leaf", 2, rows_cap=128, n_experts=256, n_active=4, hidden=128, special="low_ids"),
         _case("widest", 1, rows_cap=128, n_experts=64, n_active=32, hidden=128),
         _case("published", 2, rows_cap=128, n_experts=512, n_active=10, hidden=2560),
+        _case("by_turns", 13, rows_cap=128, n_active=4, hidden=128, at_once=3),
+        _case("by_turns_wide", 5, rows_cap=128, n_active=5, hidden=640, at_once=2),
         _case("nonfinite", 4, rows_cap=128, hidden=128, special="nonfinite"),
     ),
 )

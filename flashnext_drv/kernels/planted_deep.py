@@ -27,6 +27,11 @@ def _one(name: str, kind: str, file: str, old: str, new: str, *cases: str) -> Co
     return Control(name, kind, (Edit(file, old, new),), cases)
 
 
+def _hopper(name: str, kind: str, file: str, old: str, new: str, *cases: str) -> Control:
+    """One in text that images for sm_90a alone have."""
+    return Control(name, kind, (Edit(file, old, new),), cases, hopper=True)
+
+
 DEEP_LINEAR: Final = (
     _one(
         "segments_by_tree",
@@ -158,6 +163,23 @@ DEEP_LINEAR: Final = (
         "        u32 thread",
         "mul1_3",
     ),
+    _hopper("wgmma_steps_crosswise", "layout", _DEEP, "rows + 2u * step, more);",
+            "rows + 2u * (step ^ 1u), more);", "f16"),
+    _hopper("unit_goes_on", "leaf", _DEEP, "start(d, a[i & 1u], rows, i, i || b);",
+            "start(d, a[i & 1u], rows, i, true);", "segments"),
+    _hopper("wide_unit_goes_on", "leaf", _DEEP, "start(d[0], a[0], rows, 0, b != 0);",
+            "start(d[0], a[0], rows, 0, true);", "wide"),
+    _hopper("wide_first_rows_lost", "leaf", _DEEP, "            if (more) {\n", "            if (false) {\n",
+            "wide"),
+    _hopper("wide_second_rows_lost", "leaf", _DEEP, "sum[j][i] = fn_add(sum[j][i], d[1][j][i]);",
+            "sum[j][i] = d[1][j][i];", "wide"),
+    _hopper("wide_sums_of_before", "stale", _DEEP, "add_unit(unit != 0,", "add_unit(true,", "wide"),
+    _hopper("wide_halves_alike", "index", _DEEP, "x + 2u * of_image, of_image);", "x, of_image);", "wide"),
+    _hopper("wide_last_image", "tail", _DEEP, "copy(images - 2u, 8192u,", "copy(1u, 8192u,", "wide"),
+    _hopper("wide_part_again", "index", _DEEP, "i < 4; i++) d[0][j][i] = d[1][j][i];",
+            "i < 4; i++) d[0][j][i] = d[0][j][i];", "wide"),
+    _hopper("wide_step_again", "index", _DEEP, "source.operand(3, a[3]);", "source.operand(2, a[3]);",
+            "wide"),
 )
 
 DEEP_SITE_UP: Final = (
@@ -194,4 +216,34 @@ DEEP_SITE_UP: Final = (
         "deep.output(row, 4u * lane + j)",
     ),
     _one("first_rows", "index", _SITE, "row0 = ROWS * of_rows;", "row0 = 0u * of_rows;", "rows200"),
+    _hopper("resident_first_stream", "index", _SITE, "group + stream * (all.hidden / 16u);", "group;",
+            "rows200"),
+    _hopper("resident_images", "layout", _SITE, "s.rows[stage] + 8192u * (k / 4u)",
+            "s.rows[stage] + 8192u * (k / 8u)", "rows200"),
+    _hopper("resident_last_tile", "tail", _SITE, "count * (blockIdx.x + 1u) / gridDim.x);",
+            "count * (blockIdx.x + 1u) / gridDim.x) - 1u;", "rows200"),
+    _hopper("resident_last_row", "tail", _SITE, "if (row0 + row >= all.n_rows) return;",
+            "if (row0 + row + 1u >= all.n_rows) return;", "rows200"),
+    _hopper("resident_first_rinv", "index", _SITE, "rinv[j], scale[j][c], sum[c]);",
+            "rinv[0], scale[j][c], sum[c]);", "rows200"),
+    Control(
+        "resident_dots",
+        "barrier",
+        (
+            Edit(
+                _SITE,
+                "            fn_named_barrier(1u + group, 128u);  // the turn before of these dots was read "
+                "before the last barrier\n",
+                "",
+            ),
+            Edit(
+                _SITE,
+                "            fn_hold(d);\n            __syncwarp();\n",
+                "            fn_hold(d);\n            if (stream == 1u) fn_delay();\n"
+                "            __syncwarp();\n",
+            ),
+        ),
+        cases=("rows200",),
+        hopper=True,
+    ),
 )

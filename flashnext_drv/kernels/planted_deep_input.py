@@ -14,6 +14,7 @@ from .spec import Control, Edit
 __all__ = ["DEEP_INPUT", "MOE_DEEP_INPUT"]
 
 _HALF: Final = "half_rows.cuh"
+_EXL3: Final = "exl3.cuh"
 _IN: Final = "deep/deep_input.cu"
 _MOE: Final = "moe/moe_deep_input.cu"
 _LANES: Final = "the lanes of a warp run side by side on a GPU"
@@ -38,13 +39,13 @@ def _of_both(whole: str, part: str) -> tuple[Control, ...]:
         )
     ]  # fmt: skip
     return (
-        _one("stages_turned", "order", _HALF, "for (u32 bit = 1; bit < 32u; bit <<= 1)",
+        _one("stages_turned", "order", _EXL3, "for (u32 bit = 1; bit < 32u; bit <<= 1)",
              "for (u32 bit = 16; bit; bit >>= 1)", part),
-        _one("unscaled", "scale", _HALF, "v[i] = fn_mul(fn_add(mine, other), 0.088388347648f);",
+        _one("unscaled", "scale", _EXL3, "v[i] = fn_mul(fn_add(mine, other), 0.088388347648f);",
              "v[i] = fn_add(mine, other);", part),
         _one("product_f16", "rounding", _HALF, "v[j] = fn_mul(x[j], v[j]);",
              "v[j] = fn_h2f(fn_f2h(fn_mul(x[j], v[j])));", part),
-        _one("two_roundings", "contraction", _HALF,
+        _one("two_roundings", "contraction", _EXL3,
              "fn_mul(fn_fma(mine, sign, fn_mul(other, -sign)), 0.088388347648f)",
              "fn_fma(fn_mul(mine, 0.088388347648f), sign, fn_mul(other, -0.088388347648f * sign))", part),
         _one("halves_in_order", "index", _HALF, "{row + 96u * upper, row + 32u + 32u * upper}",

@@ -155,6 +155,9 @@ GDN_GATE_INPUT: Final = (
         "tiled_two_images",
     ),
     _one("last_head", "tail", _GATE, "live = head < n_v;", "live = head + 1u < n_v;"),
+    _one("row_before", "stale", _GATE, "if (next < n_rows) {", "if (next + 1u < n_rows) {", "by_turns"),
+    _one("last_row", "tail", _GATE, "if (next >= n_rows) return;", "if (next + 1u >= n_rows) return;",
+         "by_turns"),
 )
 
 GDN_DEEP_INPUT: Final = (

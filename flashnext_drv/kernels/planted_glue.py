@@ -107,7 +107,7 @@ SITE_MID: Final = (
         cases=("real_sizes",),
     ),
     _one("last_segments", "leaf", _MID, "MOST = 32;", "MOST = 16;", "real_sizes"),
-    _one("no_quarter", "scale", _MID, "cap * n), 0.25f);", "cap * n), 1.f);"),
+    _one("no_quarter", "scale", _MID, "x = fn_mul(sum, 0.25f);", "x = fn_mul(sum, 1.f);"),
     _one("rounded_twice", "rounding", _MID, "= fn_f2h(gate);", "= fn_f2h(fn_b2f(fn_f2b(gate)));"),
     _one("natural_order", "layout", _MID, "row * rank + fn_frag_pos(i);", "row * rank + i;"),
     _one(

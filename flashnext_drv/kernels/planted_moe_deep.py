@@ -152,41 +152,58 @@ MOE_DEEP_SUM: Final = (
         "acc[j][i] = fn_fma(weight, x[i], acc[j][i]);",
         "acc[j][i] = fn_add(fn_mul(weight, x[i]), acc[j][i]);",
     ),
-    _one("last_slot", "tail", _SUM, "if (first + b >= n) break;", "if (first + b + 1u >= n) break;"),
+    _one("last_slot", "tail", _SUM, "if (first + b >= n) {", "if (first + b + 1u >= n) {"),
     _one(
         "slot_by_slot",
         "index",
         _SUM,
-        "s.at[threadIdx.x] = fn_ldg(pair_at + row * n_slots + threadIdx.x);",
-        "s.at[threadIdx.x] = row * n_slots + threadIdx.x;",
+        "slot.at = fn_ldg(pair_at + row * n_slots + threadIdx.x);",
+        "slot.at = row * n_slots + threadIdx.x;",
     ),
-    _one(
+    Control(
         "padding_row",
         "stale",
-        _SUM,
-        "if (row >= fn_ld(&round->n_rows)) return;",
-        "if (row > fn_ld(&round->n_rows)) return;",
+        (
+            Edit(_SUM, "if (row >= sum.n_rows) return;", "if (row > sum.n_rows) return;"),
+            Edit(_SUM, "for (; row < sum.n_rows;", "for (; row <= sum.n_rows;"),
+        ),
+        cases=(),
     ),
     _one(
         "shared_f16",
         "rounding",
         _SUM,
-        "sum[i] = fn_fma(s.weight[n], x[i], t);",
-        "sum[i] = fn_fma(fn_h2f(fn_f2h(s.weight[n])), x[i], t);",
+        "y4[i] = fn_fma(s.weight[turn & 1u][n], shared[i], t);",
+        "y4[i] = fn_fma(fn_h2f(fn_f2h(s.weight[turn & 1u][n])), shared[i], t);",
     ),
     Control(
         "barrier",
         "barrier",
         (
-            Edit(_SUM, "    __syncthreads();\n    if (c >= hidden) return;", "    if (c >= hidden) return;"),
+            Edit(_SUM, "    sum.keep(1, next);\n    __syncthreads();\n", "    sum.keep(1, next);\n"),
             Edit(
                 _SUM,
-                "    if (threadIdx.x < n_slots) {\n",
-                "    if (threadIdx.x < 32u) fn_delay();\n    if (threadIdx.x < n_slots) {\n",
+                "        s.weight[turn & 1u][threadIdx.x] = slot.route.weight;\n",
+                "        fn_delay();\n        s.weight[turn & 1u][threadIdx.x] = slot.route.weight;\n",
             ),
         ),
         cases=("published", "widest"),
     ),
+    Control(
+        "row_after_row",
+        "barrier",
+        (
+            Edit(_SUM, "        __syncthreads();  // all have read what is known of this row\n", ""),
+            Edit(
+                _SUM,
+                "        float y4[4];\n",
+                "        if (threadIdx.x >= 32u) fn_delay();\n        float y4[4];\n",
+            ),
+        ),
+        cases=("by_turns", "by_turns_wide"),
+    ),
+    _one("same_row_again", "index", _SUM, "sum.load(last ? turn + 1u : turn,", "sum.load(turn,", "by_turns"),
+    _one("row_missed", "tail", _SUM, "row += gridDim.y, turn++", "row += 2u * gridDim.y, turn++", "by_turns"),
 )
 
 _GU: Final = "moe/moe_deep_gu.cu"
@@ -205,10 +222,11 @@ _SHARED: Final = (
     _one(
         "stages_turned",
         "order",
-        _DEEP,
-        "for (u32 bit = 1; bit < 64u; bit <<= 1)",
-        "for (u32 bit = 32; bit; bit >>= 1)",
+        "exl3.cuh",
+        "for (u32 bit = 1; bit < 32u; bit <<= 1)",
+        "for (u32 bit = 16; bit; bit >>= 1)",
     ),
+    _one("quarters_in_order", "index", _DEEP, "(j >> 3 ^ upper);", "(j >> 3);"),
     Control("last_piece", "tail", WITHOUT_LAST_TILE, cases=("whole_and_one",)),
 )
 

@@ -117,7 +117,8 @@ class Control:
 
     kind: one of CONTROL_KINDS.  cases: names of the kernel's cases to run, in order (default: all).
     racecheck: why the fault cannot be brought to light by running it on a GPU; there it is left to the race
-    checker, and counted apart.  The simulator runs it all the same.
+    checker, and counted apart.  The simulator runs it all the same.  hopper: its text stands in images for
+    sm_90a alone; every other device, the simulator too, leaves it to one of those, and counts it apart.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Control:
     edits: tuple[Edit, ...]
     cases: tuple[str, ...] = ()
     racecheck: str = ""
+    hopper: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in CONTROL_KINDS or not self.edits:

@@ -19,7 +19,8 @@ from collections.abc import Iterator, Mapping
 
 from ..kernels.attn import score_grid
 from ..kernels.deep import deep_input_grid, deep_tiles
-from ..kernels.moe_deep import deep_pairs
+from ..kernels.gdn import gate_grid
+from ..kernels.moe_deep import deep_pairs, deep_sum_grid
 from ..kernels.tables import FORMAT_BF16, FORMAT_F16
 from .deep_layout import ROW_STEP, DeepLayout
 from .steps import Step, Value
@@ -210,7 +211,7 @@ class _Walk:
         )
         yield Step(
             "gdn_gate_input",
-            (-(-n_v // 4), self.rows),
+            gate_grid(self.rows, n_v),
             {
                 "o": "d_o",
                 "z": z,
@@ -406,7 +407,7 @@ class _Walk:
         )
         yield Step(
             "moe_deep_sum",
-            (-(-c.hidden // 512), self.rows),
+            deep_sum_grid(self.rows, c.hidden),
             {
                 **counted,
                 "routes": "d_routes",

@@ -48,7 +48,8 @@ def control(kernel: str, name: str, red: bool, stage: str = "fp64") -> dict[str,
 
 
 def good() -> list[dict[str, Any]]:
-    records = [log.begin("here", "d", ["a", "b"], [("a", "x"), ("b", "y"), ("b", "z")])]
+    records = [log.begin("here", "d", ["a", "b"], [("a", "x"), ("a", "w"), ("b", "y"), ("b", "z")])]
+    records += [{**control("a", "w", False), "stage": "hopper"}]
     records += [stage(kernel, name) for kernel in ("a", "b") for name in STAGES]
     records += [control("a", "x", True), control("b", "y", True)]
     return [*records, {**control("b", "z", False), "stage": "racecheck"}]
@@ -64,7 +65,7 @@ def both(records: list[dict[str, Any]]) -> tuple[log.Counts, list[str], tuple[in
 def test_a_good_log() -> None:
     counts, complaints, counted = both(good())
     assert counts.good and complaints == [] and counted == (2, 2, 0, 2, 2, 0)
-    assert counts.racecheck == ["b/z"]
+    assert counts.racecheck == ["b/z"] and counts.hopper == ["a/w"]
     assert log.summary_line(counts) == (
         "SUMMARY 2 kernels: 2 pass, 0 fail, 0 known; 2 controls: 2 red, 0 missed"
     )
