@@ -17,7 +17,7 @@ ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
 SUMMARY = "SUMMARY 2 kernels: 2 pass, 0 fail, 0 known; 0 controls: 0 red, 0 missed"
 
 
-def command(device: str, *more: str) -> list[str]:
+def command(device: str, *more: str, controls: str = "--no-controls") -> list[str]:
     return [
         sys.executable,
         "-m",
@@ -27,7 +27,7 @@ def command(device: str, *more: str) -> list[str]:
         device,
         "--processes",
         "1",
-        "--no-controls",
+        controls,
         *more,
     ]
 
@@ -59,6 +59,19 @@ def audit(log: Path) -> subprocess.CompletedProcess[str]:
         check=False,
         timeout=60,
     )
+
+
+def test_a_kernel_without_text_for_one_architecture_has_no_controls_for_it(chosen: str) -> None:
+    done = subprocess.run(
+        command(chosen, "--kernel", "stream_add", controls="--hopper-controls"),
+        capture_output=True,
+        text=True,
+        env=ENV,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == SUMMARY.replace("2 kernels: 2 pass", "1 kernels: 1 pass")
 
 
 def test_ends_with_the_summary_that_the_log_and_the_audit_give(chosen: str, tmp_path: Path) -> None:
