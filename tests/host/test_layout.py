@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flashnext_drv.engine.requests import Request, checked_request
 from flashnext_drv.errors import CapacityError, UsageError
 from flashnext_drv.kernels import tables as t
 from flashnext_drv.model.layout import Layout, Limits, aligned, arena_bytes, bucket_of
@@ -78,13 +79,23 @@ def test_rounding_of_sizes() -> None:
 
 @pytest.mark.parametrize(("name", "low", "high"), [
     ("context_tokens", 1, 1 << 20), ("sequences", 1, 4096), ("rows", 1, 16), ("device_bytes", 0, 1 << 50),
-    ("reserve_bytes", 0, 1 << 50), ("chunk", 0, 16384), ("deep_rows", 1, 1 << 20)])
+    ("reserve_bytes", 0, 1 << 50), ("chunk", 0, 16384), ("deep_rows", 1, 1 << 20), ("graphs", 2, 4096),
+    ("graph_floor_bytes", 0, 1 << 50), ("graph_after", 1, 2), ("steps_ahead", 1, 64),
+    ("expert_lines", 0, 1024), ("expert_reserve_bytes", 0, 1 << 50), ("server_reserve_bytes", 0, 1 << 50),
+    ("ring_depth", 1, 64), ("ring_lines", 1, 1024), ("host_bytes", 0, 1 << 50),
+    ("host_reserve_bytes", 0, 1 << 50)])
 def test_limits_hold_at_their_edges(name: str, low: int, high: int) -> None:
     for value in (low, high):
         assert getattr(Limits(**{name: value}), name) == value
     for value in (low - 1, high + 1, 1.5):
         with pytest.raises(UsageError, match=name):
             Limits(**{name: value})  # type: ignore[arg-type]
+
+
+def test_more_lines_go_up_to_1024() -> None:
+    assert Limits(expert_lines=1, expert_lines_most=1024).expert_lines_most == 1024
+    with pytest.raises(UsageError, match="expert_lines_most"):
+        Limits(expert_lines=1, expert_lines_most=1025)
 
 
 def test_limits_not_given() -> None:
@@ -116,3 +127,12 @@ def test_the_models_last_position_can_be_used() -> None:
     assert layout(context_tokens=4096).limits.context_tokens == 4096
     with pytest.raises(CapacityError, match="max_positions=4096"):
         layout(context_tokens=4097)
+
+
+def test_a_request_may_fill_the_cache_to_its_last_token() -> None:
+    """The last token drawn is never put there: 40 + 25 - 1 are all 64 of the only page."""
+    made = layout(context_tokens=64)
+    assert made.n_pages == 1
+    assert checked_request(Request((1,) * 40, 25), made).max_new_tokens == 25
+    with pytest.raises(CapacityError, match="needed_tokens=65"):
+        checked_request(Request((1,) * 40, 26), made)

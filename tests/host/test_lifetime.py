@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from flashnext_drv.errors import UsageError
@@ -40,6 +43,17 @@ def test_closing_under_a_borrower_is_refused_by_name() -> None:
     other.close()
     base.close()
     assert base.n_released == 1
+
+
+def test_a_closed_owner_keeps_nothing_alive() -> None:
+    base = Thing("base")
+    user = Thing("user", (base,))
+    user.close()
+    base.close()
+    gone = weakref.ref(base)
+    del base
+    gc.collect()
+    assert gone() is None and user.closed
 
 
 def test_a_failing_constructor_does_not_block_what_it_held() -> None:
