@@ -64,7 +64,7 @@ _PROMPT = ("tests/engine/test_prefill.py", *_ENGINE)
 TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("cuda_src/tables.cuh", ("tests/host/test_tables.py", "tests/host/test_catalog.py"),
      ("tests/contracts/test_exl3.py", *_ENGINE)),
-    ("cuda_src/exl3.cuh", ("tests/contracts/test_exl3.py",),
+    ("cuda_src/exl3.cuh", ("tests/contracts/test_exl3.py", "tests/contracts/test_deep.py"),
      ("tests/contracts/test_moe.py", "tests/contracts/test_moe_gemv.py", "tests/contracts/test_glue.py",
       *_ENGINE)),
     *((f"cuda_src/{start}", (f"tests/contracts/test_{family}.py",), then) for start, family, then in (
