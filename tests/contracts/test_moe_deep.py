@@ -39,8 +39,10 @@ def test_case_meets_its_expectation(device: CheckDevice, kernel: str, case: Case
 def test_order_of_lanes_warps_and_blocks_does_not_matter(
     device: CheckDevice, kernel: str, in_any_order: Callable[..., None]
 ) -> None:
-    name = next(case.name for known, case in ALL if known == kernel and case.name in ("edges", "mixed"))
-    in_any_order(4, lambda: contract.run_case(device, kernel, find(kernel, name)).sha256)
+    cases = [case for known, case in ALL if known == kernel and case.name in ("edges", "mixed", "by_turns")]
+    assert cases
+    for case in cases:
+        in_any_order(4, lambda case=case: contract.run_case(device, kernel, case).sha256)
 
 
 def test_the_plan_of_each_kernel_is_what_the_next_one_reads(device: CheckDevice) -> None:
