@@ -170,7 +170,7 @@ def build_controls(arch: str, *, jobs: int = 0, hopper_alone: bool = False) -> N
         before = json.loads((folder / "manifest.json").read_bytes())
     except (OSError, ValueError):
         before = {}
-    entries: dict[str, dict[str, str]] = {}
+    entries: dict[str, dict[str, str]] = dict(before) if hopper_alone else {}
     with tempfile.TemporaryDirectory(prefix="flashnext-controls-") as scratch:
         units = []
         for spec, control in planting.controls():

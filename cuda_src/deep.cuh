@@ -6,7 +6,8 @@
 //   sm_90a   the loading warps bring weights and rows of 64 k at a time into a ring in shared memory (bulk copies,
 //            mbarriers), also for the product after the present one.  A warpgroup decodes the weights of 64 outputs
 //            into registers, the A operand of wgmma.  The more rows a decoded weight meets the better: "wide"
-//            products take 256, with the sums of units half in shared memory; the others 128 or 64.
+//            products take 256, with the sums of units, or a leaf that waits for its neighbour, half in shared
+//            memory; the others 128 or 64.
 //            bf16 weights take mma.sync there too: their operand has two halves.
 //   else     all threads copy the rows of 64 k; weights come from memory; mma.sync, 128 rows at a time.
 //
@@ -425,11 +426,12 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
     FN_DEVICE u8* weights_at(u32 stage) const { return s.slots[5u + 2u * stage]; }
     FN_DEVICE u8* half_at(u32 slot) const { return s.slots[4u + slot]; }
 
-    // Units are whole blocks of 64 k in one leaf, and the words fit.
+    // Units are whole blocks of 64 k, one a leaf where there are several, and the words fit.
     static FN_DEVICE bool is_wide(const FnDeepWeights& w, u32 live) {
         u32 width = w.w.format >> 8 & 255u;
         bool mul1 = (w.w.format & 0xff00ffu) == (FN_FORMAT_EXL3 | 2u << 16);
-        return live > 128u && mul1 && 512u * width <= FN_DEEP_WORDS && w.leaves == 1u && w.k % (64u * w.segments) == 0;
+        bool units = w.leaves == 1u || (KIND != FN_DEEP_EXL3 && w.segments == 1u);
+        return live > 128u && mul1 && 512u * width <= FN_DEEP_WORDS && units && w.k % (64u * w.leaves * w.segments) == 0;
     }
     // All products of a tile are wide, or none.
     template <class Tiles> static FN_DEVICE bool is_wide_tile(const Tiles& tiles) {
@@ -592,7 +594,10 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
 
     template <class Tiles> FN_DEVICE void wide(Tiles& tiles, u32 p, const Walk& walk, u32 live) {
         float d[2][16][4];
-        dot_wide(walk, d);
+        if (KIND != FN_DEEP_EXL3 && walk.leaves > 1u)
+            dot_wide<KIND != FN_DEEP_EXL3>(walk, d);
+        else
+            dot_wide<false>(walk, d);
 #pragma unroll 1
         for (;; first_row += 128u) {
             meet();  // nobody adds to sums that lie there, or reads the rows before
@@ -607,10 +612,10 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
         }
         meet();
     }
-    FN_DEVICE void dot_wide(const Walk& walk, float (&d)[2][16][4]) {
+    template <bool LEAVES> FN_DEVICE void dot_wide(const Walk& walk, float (&d)[2][16][4]) {
 #define FN_TRELLIS(w2)                                              \
     case FN_FORMAT_EXL3 | w2 << 8 | 2u << 16:                       \
-        by_halves<FnDeepTrellis<w2, 2>>(walk, d);                   \
+        by_halves<FnDeepTrellis<w2, 2>, LEAVES>(walk, d);           \
         return;
         switch (walk.format) {
             FN_TRELLIS(2) FN_TRELLIS(3) FN_TRELLIS(4) FN_TRELLIS(5) FN_TRELLIS(6) FN_TRELLIS(7) FN_TRELLIS(8)
@@ -628,11 +633,12 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
     // A block's four steps with its first 128 rows, then with the others.  As a step's second product is done, its
     // registers take that step of the next block, also across units.  Sums of units: those of the first
     // rows lie in shared memory, the others' in registers, for want of more.
-    template <class Source> FN_DEVICE void by_halves(const Walk& walk, float (&d)[2][16][4]) {
+    template <class Source, bool LEAVES> FN_DEVICE void by_halves(const Walk& walk, float (&d)[2][16][4]) {
         Source source(walk.format);
         u32 warp = fn_thread_here() >> 5, a[4][4], left = walk.units * (walk.steps / 4u), before = ~0u;
         bool never = walk.segments == ~0u;
         float sum[16][4];
+        float4 waiting[2][2][16];
         fn_deep_set(sum, -0.f);
         fn_deep_set(d[0], 0.f);
         fn_deep_set(d[1], 0.f);
@@ -686,7 +692,10 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
             fn_wgmma_wait<0>();
             fn_hold(d[0]);
             fn_hold(d[1]);
-            add_unit(unit != 0, unit + 1u < walk.units, d, sum);
+            if constexpr (LEAVES)
+                add_leaf(unit, walk.units, d, sum, waiting);
+            else
+                add_unit(unit != 0, unit + 1u < walk.units, d, sum);
         }
         fn_keep(a[3], never, s.slots);
         leave(&s.empty[before]);
@@ -715,6 +724,44 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
             }
             if (keep) first[j * step] = make_float4(v[0], v[1], v[2], v[3]);
         }
+    }
+
+    // As add_unit for a leaf, by the tree of part_sum_v1.  A leaf waits for its neighbour where sums of units lie, those
+    // of two and of four leaves in local memory.
+    FN_DEVICE void add_leaf(u32 leaf, u32 leaves, float (&d)[2][16][4], float (&sum)[16][4],
+                            float4 (&waiting)[2][2][16]) const {
+        bool odd = leaf & 1u;
+        add_unit(odd, !odd, d, sum);
+        if (!odd) return;
+#pragma unroll
+        for (u32 j = 0; j < 16; j++)
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) d[1][j][i] = sum[j][i], sum[j][i] = -0.f;
+        u32 level = 0;
+#pragma unroll 1
+        for (; leaf >> (level + 1u) & 1u; level++)
+#pragma unroll
+            for (u32 h = 0; h < 2; h++) {
+                float4 w[16];  // all asked for at once, in the registers of `sum`
+#pragma unroll
+                for (u32 j = 0; j < 16; j++) w[j] = waiting[level][h][j];
+#pragma unroll
+                for (u32 j = 0; j < 16; j++) {
+                    float(&v)[4] = d[h][j];
+                    v[0] = fn_add(w[j].x, v[0]), v[1] = fn_add(w[j].y, v[1]);
+                    v[2] = fn_add(w[j].z, v[2]), v[3] = fn_add(w[j].w, v[3]);
+                }
+            }
+#pragma unroll
+        for (u32 h = 0; h < 2; h++)
+#pragma unroll
+            for (u32 j = 0; j < 16; j++) {
+                if (leaf + 1u < leaves)
+                    waiting[level][h][j] = make_float4(d[h][j][0], d[h][j][1], d[h][j][2], d[h][j][3]);
+                else if (h)
+#pragma unroll
+                    for (u32 i = 0; i < 4; i++) sum[j][i] = d[1][j][i];
+            }
     }
 
     // ---- products of up to 128 rows

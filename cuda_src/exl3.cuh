@@ -1,7 +1,7 @@
 // exl3.cuh: products with weights, shared by linear_*, moe_* and all kernels that prepare or finish a linear.
 //
 // Public helpers (all lanes of a warp must call those marked W; v: a block's elements 4 lane .. 4 lane + 3):
-//   fn_dot_segments(k, n, leaves), _log2(leaf, n)   segments of a leaf, the rule of the orders
+//   fn_dot_segments(k, n, leaves, least_log2), _log2(leaf, n, ..)   segments of a leaf, the rule of the orders
 //   fn_unit_range(k, units, unit, k0, k1)           the k range of one unit
 //   fn_frag_pos(k)                                  where element k of an operand row lies (fragment order)
 //   fn_store_frag4(row, k, v)                       4 neighbouring f16 operand elements into fragment order
@@ -25,15 +25,20 @@
 
 // ---- units ------------------------------------------------------------------------------------------------
 
-// log2 of a leaf's segments: the most s up to 32 with s n <= 49152, leaf % (16 s) == 0 and leaf >= 256 s, or 1.
-FN_DEVICE u32 fn_dot_segments_log2(u32 leaf, u32 n) {
+#define FN_SEGMENT_LOG2 8u     // log2 of the fewest inputs of a segment
+#define FN_GU_SEGMENT_LOG2 9u  // of the experts' gate and up
+
+// log2 of a leaf's segments: the most s up to 32 with s n <= 49152, leaf % (16 s) == 0 and leaf >= s 2^least_log2, or 1.
+FN_DEVICE u32 fn_dot_segments_log2(u32 leaf, u32 n, u32 least_log2 = FN_SEGMENT_LOG2) {
     i32 whole = 31 - (i32)fn_clz(n), by_n = 15 - whole - (2u * n > 3u << whole);
-    i32 by_steps = (i32)fn_ffs(leaf) - 5, by_size = 23 - (i32)fn_clz(leaf);
+    i32 by_steps = (i32)fn_ffs(leaf) - 5, by_size = 31 - (i32)least_log2 - (i32)fn_clz(leaf);
     i32 least = by_n < by_steps ? by_n : by_steps;
     least = least < by_size ? least : by_size;
     return least < 0 ? 0u : least > 5 ? 5u : (u32)least;
 }
-FN_DEVICE u32 fn_dot_segments(u32 k, u32 n, u32 leaves) { return 1u << fn_dot_segments_log2(k / leaves, n); }
+FN_DEVICE u32 fn_dot_segments(u32 k, u32 n, u32 leaves, u32 least_log2 = FN_SEGMENT_LOG2) {
+    return 1u << fn_dot_segments_log2(k / leaves, n, least_log2);
+}
 
 FN_DEVICE void fn_unit_range(u32 k, u32 units, u32 unit, u32& k0, u32& k1) {
     u32 size = k >> (fn_ffs(units) - 1u);  // units: a power of two

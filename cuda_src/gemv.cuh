@@ -3,12 +3,13 @@
 //   FnPlace                        where a warp stands in a launch of blocks of FN_GEMV_THREADS
 //   fn_weight_dot<Weights, ROW_TILES>(...) W 16 outputs x units of K x up to 8 ROW_TILES rows
 //   fn_units_log2(units, blocks)   how many units of a dot a block takes
-//   fn_with_weights<PLAIN>(format, job)    job.run<Weights>() of a format
+//   fn_with_weights<PLAIN, DEPTH>(format, job)    job.run<Weights>() of a format
 //
 // A block is one pair of tiles of 16 outputs, a warp a tile: small grids reach all SMs, and the critical path is
 // one tile's.  On an H200 the scheduler issues in three of four cycles here, so fewer instructions are what is faster;
-// pairs a warp, larger blocks and words through shared memory were not.  A block takes several units one behind the
-// other where that fills the SMs evenly (fn_units_log2, KernelSpec.spread).
+// pairs a warp, larger blocks and words through shared memory were not; nor were warps that take turns at one unit's
+// chain and hand the sums on.  A block takes several units one behind the other where that fills the SMs evenly
+// (fn_units_log2, KernelSpec.spread).  Fewer warps need their words earlier: DEPTH, k steps asked for ahead.
 #pragma once
 #include "exl3.cuh"
 
@@ -22,9 +23,9 @@ struct FnPlace {
     FN_DEVICE FnPlace() : pair(blockIdx.x), half(threadIdx.x >> 5) {}
 };
 
-template <u32 W2, u32 CODEBOOK> struct FnTrellis {
+template <u32 W2, u32 CODEBOOK, u32 DEPTH> struct FnTrellis {
     enum : u32 {
-        kDepth = W2 == 7 || W2 > 10 ? 2 : 4,  // k steps asked for ahead
+        kDepth = W2 == 7 || W2 > 10 ? DEPTH / 2u : DEPTH,  // k steps asked for ahead
         kBf16 = 0,
         kShare = W2 == 6 || W2 == 10,  // a lane's last word comes from a lane before it
     };
@@ -71,8 +72,8 @@ template <u32 W2, u32 CODEBOOK> struct FnTrellis {
     }
 };
 
-template <bool BF16> struct FnPlain {
-    enum : u32 { kDepth = BF16 ? 2 : 4, kBf16 = BF16 };
+template <bool BF16, u32 DEPTH> struct FnPlain {
+    enum : u32 { kDepth = BF16 ? 2 : DEPTH == 8 ? 10 : DEPTH, kBf16 = BF16 };  // units are often 20 or 40 steps
     struct Step { uint4 w; };
 
     const uint4* at;  // this lane's words at the next k step
@@ -219,10 +220,10 @@ FN_DEVICE u32 fn_units_log2(u32 units, u32 blocks) {
 
 // job.run<Weights>() for the weights of that format.  Loops over several dots stand in the job, so what follows from
 // the format is found once.
-template <bool PLAIN, class Job> FN_DEVICE void fn_with_weights(u32 format, Job& job) {
+template <bool PLAIN, u32 DEPTH, class Job> FN_DEVICE void fn_with_weights(u32 format, Job& job) {
 #define FN_TRELLIS(w2, codebook)                        \
     case FN_FORMAT_EXL3 | w2 << 8 | codebook << 16:     \
-        job.template run<FnTrellis<w2, codebook>>();    \
+        job.template run<FnTrellis<w2, codebook, DEPTH>>();    \
         return;
 #define FN_WIDTHS(codebook)                                                                   \
     FN_TRELLIS(2, codebook) FN_TRELLIS(4, codebook) FN_TRELLIS(6, codebook) FN_TRELLIS(8, codebook) \
@@ -239,11 +240,11 @@ template <bool PLAIN, class Job> FN_DEVICE void fn_with_weights(u32 format, Job&
 #undef FN_WIDTHS
     if constexpr (PLAIN) {
         if (format == FN_FORMAT_F16) {
-            job.template run<FnPlain<false>>();
+            job.template run<FnPlain<false, DEPTH>>();
             return;
         }
         if (format == FN_FORMAT_BF16) {
-            job.template run<FnPlain<true>>();
+            job.template run<FnPlain<true, DEPTH>>();
             return;
         }
     }

@@ -30,8 +30,8 @@ from flashnext_drv.kernels.deep import deep_tiles
 from flashnext_drv.kernels.tables import LINEAR, ROUND
 
 REAL = {
-    "gdn_in": "mul1_5 2560x10240; mul1_5 2560x6144; f16 2560x48; f16 2560x48",
-    "gdn_out": "mul1_5 6144x2560/8",
+    "gdn_in": "mul1_5 2560x10240:2; mul1_5 2560x6144:2; f16 2560x48; f16 2560x48",
+    "gdn_out": "mul1_5 6144x2560/8:1",
     "qsa_in": "mul1_5 2560x12288; mul1_5 2560x512; mul1_5 2560x512; mul1_3 2560x640",
     "site_down": "f16 10240x320; f16 10240x4",
     "site_up": "f16 320x10240",

@@ -34,7 +34,7 @@ from flashnext_drv.drv.memory import DeviceArena, Span, copy_async, copy_to_devi
 from flashnext_drv.drv.module import Launch
 from flashnext_drv.drv.stream import Event, Stream, elapsed_ms
 from flashnext_drv.kernels.bind import Kernels
-from flashnext_drv.kernels.exl3 import dot_segments
+from flashnext_drv.kernels.exl3 import dot_segments, gu_segments
 from flashnext_drv.kernels.tables import LINE, LINEAR, ROUND, ROUTE
 from flashnext_drv.ledger import Ledger
 
@@ -42,8 +42,8 @@ N_SLOTS = 11
 REAL = {
     "moe_gu": ("moe_gemv_gu", "mul1_3 2560x640; mul1_5 2560x640"),
     "moe_down": ("moe_gemv_down", "mul1_3 640x2560; mul1_5 640x2560"),
-    "gdn_in": ("linear", "mul1_5 2560x10240; mul1_5 2560x6144; f16 2560x48; f16 2560x48"),
-    "gdn_out": ("linear", "mul1_5 6144x2560/8"),
+    "gdn_in": ("linear", "mul1_5 2560x10240:2; mul1_5 2560x6144:2; f16 2560x48; f16 2560x48"),
+    "gdn_out": ("linear", "mul1_5 6144x2560/8:1"),
     "qsa_in": ("linear", "mul1_5 2560x12288; mul1_5 2560x512; mul1_5 2560x512; mul1_3 2560x640"),
     "site_down": ("linear", "f16 10240x320; f16 10240x4"),
     "site_up": ("linear", "f16 320x10240"),
@@ -179,7 +179,7 @@ def build_moe(bench: Bench, kernel: str, texts: str, rows: int) -> Built:
     parts = ("gate", "up") if up else ("down",)
     row_size = len(parts) * (weight_bytes(expert) * (N_SLOTS - 1) + weight_bytes(shared))
     n_copies = bench.copies(row_size * rows)
-    units = dot_segments(expert.k, expert.n)
+    units = (gu_segments if up else dot_segments)(expert.k, expert.n)
     part_size = units * rows * N_SLOTS * len(parts) * expert.n * 4
     x_size = rows * N_SLOTS * len(parts) * expert.k * 2
     n_lines = n_copies * rows * N_SLOTS

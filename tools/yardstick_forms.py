@@ -82,9 +82,11 @@ def _form(spec: KernelSpec, name: str, *edits: Edit) -> Form:
 _WALK: Final = "{walk.format, 1u, walk.segments, 1u, walk.steps * walk.units}"
 _CHAIN: Final = (
     # sm_90a.  Segments stay what they are: fn_keep needs a number that the compiler does not know
-    Edit(_DEEP, "dot_wide(walk, d);", f"dot_wide({_WALK}, d);"),
+    Edit(_DEEP, "if (KIND != FN_DEEP_EXL3 && walk.leaves > 1u)", "if (false)"),
+    Edit(_DEEP, "dot_wide<false>(walk, d);", f"dot_wide<false>({_WALK}, d);"),
     Edit(_DEEP, "dot<ROW_TILES>(walk, sum);", f"dot<ROW_TILES>({_WALK}, sum);"),
-    Edit(_DEEP, "w.leaves == 1u && w.k % (64u * w.segments) == 0;", "w.k % 64u == 0;"),
+    Edit(_DEEP, "w.leaves == 1u || (KIND != FN_DEEP_EXL3 && w.segments == 1u);", "true;"),
+    Edit(_DEEP, "units && w.k % (64u * w.leaves * w.segments) == 0;", "units && w.k % 64u == 0;"),
     Edit(_DEEP, "31u, units = w.leaves * w.segments, steps = w.k / 16u / units;",
          "31u, units = 1u, steps = w.k / 16u;"),
     # elsewhere
@@ -98,7 +100,10 @@ _CHAIN: Final = (
 )
 
 # what has leaves takes 256 rows too
-_LINEAR_CHAIN: Final = (*_CHAIN, Edit(_LINEAR, " && linears[j].leaves == 1u) of_tile", ") of_tile"))
+_LINEAR_CHAIN: Final = (
+    *_CHAIN,
+    Edit(_LINEAR, " && (linears[j].leaves == 1u || linears[j].segments == 1u)) of_tile", ") of_tile"),
+)
 
 # ---- sums of experts by atomics
 

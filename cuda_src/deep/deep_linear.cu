@@ -79,7 +79,7 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
     u32 n_tiles = linears[n_linears - 1u].first_warp + linears[n_linears - 1u].n_warps;
     u32 of_tile = 128;
     for (u32 j = 0; j < n_linears; j++)
-        if (fn_is_exl3(linears[j].w) && linears[j].leaves == 1u) of_tile = FN_DEEP_ROWS;
+        if (fn_is_exl3(linears[j].w) && (linears[j].leaves == 1u || linears[j].segments == 1u)) of_tile = FN_DEEP_ROWS;
     Tiles tiles = {linears, n_linears, fn_ld(&round->n_rows), n_tiles, of_tile};
     if (blockIdx.x >= tiles.count()) return;
     Deep(s.deep).run(tiles);

@@ -89,5 +89,5 @@ FN_KERNEL((const FnRound* round, const FnLinear* linears, u32 n_linears)) {
         fn_prefetch_l2(linear.w.data + ((u64)tile * (linear.k / 16u) + k0 / 16u) * 512u, 32u * (k1 - k0) << taken);
     LinearDot dot{linear.w.data, linear.x, linear.part, linear.k, n, tile, k0, unit, k1 - k0, 1u << taken,
                   linear.x_stride, n_rows, rows_cap, 0};
-    fn_with_weights<true>(linear.w.format, dot);
+    fn_with_weights<true, FN_ROW_TILES == 1u ? 8u : 4u>(linear.w.format, dot);
 }

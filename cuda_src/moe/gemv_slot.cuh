@@ -2,10 +2,11 @@
 #pragma once
 #include "gemv.cuh"
 
-// The dots of a launch: of row r, slot s and projection p the (r n_slots + s) parts + p-th.
+// The dots of a launch: of row r, slot s and projection p the (r n_slots + s) parts + p-th.  segment_log2: of the
+// fewest inputs of a segment.
 struct FnSlotDots {
     const FnRoute* routes;
-    u32 n_rows, n_slots, parts, p;
+    u32 n_rows, n_slots, parts, p, segment_log2;
 };
 
 const u32 FN_NO_SLOT = 0xffffffffu;
@@ -77,7 +78,7 @@ FN_DEVICE void fn_slot_dot(const FnSlotDots& dots, u32 expert, u32 row, u32 slot
                            const u16* x, u32 x_stride, float* part, u32 part_stride, u32 unit_stride) {
     static_assert(FN_THREADS == FN_GEMV_THREADS, "a block is a pair of tiles");
     FnPlace place;
-    u32 lane = threadIdx.x & 31u, units_log2 = fn_dot_segments_log2(k, n), n_units = n / 32u << units_log2;
+    u32 lane = threadIdx.x & 31u, units_log2 = fn_dot_segments_log2(k, n, dots.segment_log2), n_units = n / 32u << units_log2;
     u32 taken = fn_units_log2(n_units, gridDim.x), first_unit = place.pair << taken;
     u32 mine = fn_slot_with(dots, expert, row, slot), has = fn_ballot(mine != FN_NO_SLOT);
     bool first = (has & ((1u << (4u * (row & 7u))) - 1u)) == 0;
@@ -96,5 +97,5 @@ FN_DEVICE void fn_slot_dot(const FnSlotDots& dots, u32 expert, u32 row, u32 slot
         u32 dot = (((row & ~7u) + column) * dots.n_slots + theirs) * dots.parts + dots.p;
         units.at[i] = theirs == FN_NO_SLOT ? FN_NO_SLOT : dot * part_stride + 16u * place.half + (lane >> 2);
     }
-    fn_with_weights<false>(format, units);
+    fn_with_weights<false, 4u>(format, units);
 }

@@ -11,7 +11,7 @@
 #include "exl3.cuh"
 
 namespace FN_NAMESPACE {
-const u32 BATCH = 8;  // units asked for at once: all of them at the published sizes (K 2560, N 640)
+const u32 BATCH = 4;  // units asked for at once: all of them at the published sizes (K 2560, N 640)
 
 // fn_sum_units4 of one leaf for gate and up together, with BATCH loads of both before the additions.
 FN_DEVICE void sum_units(const float* part, u32 units, u64 stride, u32 width_cap, float (&gate)[4],
@@ -67,7 +67,7 @@ FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, con
     if (128u * block >= width) return;  // whole warps
     u64 stride = (u64)rows_cap * n_slots * 2u * width_cap;
     float gate[4] = {0.f, 0.f, 0.f, 0.f}, up[4] = {0.f, 0.f, 0.f, 0.f};
-    u32 units = fn_dot_segments(hidden, width, 1);
+    u32 units = fn_dot_segments(hidden, width, 1, FN_GU_SEGMENT_LOG2);
     sum_units(part + (u64)slot * 2u * width_cap + k, units, stride, width_cap, gate, up);
     fn_hadamard128(gate);  // as fn_exl3_rotate_out
     fn_hadamard128(up);

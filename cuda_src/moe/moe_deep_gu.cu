@@ -8,7 +8,8 @@
 //             where the down projection puts its outputs: each in the row of its own position.
 // Launch      grid (1 .. n_tiles * width_cap / 128), block 384, shared DeepGuShared: a block strides over pieces of
 //             128 channels of a tile, those of one tile one behind the other.
-// Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, line.width, 1) segments;  gate, up:
+// Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, line.width, 1, FN_GU_SEGMENT_LOG2)
+//             segments;  gate, up:
 //             part_sum_v1, Hadamard, * svh;  h = silu(gate) * up;  operand of down: h * suh, Hadamard,
 //             f16 once.
 // Equality    the bytes of moe_gemv_gu and moe_act.  A row's bytes do not depend on the others of its
@@ -46,7 +47,7 @@ struct Tiles {
         return channel < line->width;
     }
     FN_DEVICE FnDeepWeights weights(u32 up) const {
-        u32 width = line->width, segments = fn_dot_segments(hidden, width, 1);
+        u32 width = line->width, segments = fn_dot_segments(hidden, width, 1, FN_GU_SEGMENT_LOG2);
         return {up ? line->up : line->gate, hidden, width, channel / 16u, 2u, width / 16u, 1u, segments};
     }
     FN_DEVICE FnDeepRows rows(u32 up) const {

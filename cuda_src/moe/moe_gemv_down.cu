@@ -23,6 +23,6 @@ FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, con
     const FnLine& line = lines[expert];
     u64 data = line.down.data;
     u32 format = line.down.format, width = line.width, unit_stride = rows_cap * n_slots * hidden;
-    FnSlotDots dots{routes, n_rows, n_slots, 1u, 0u};
+    FnSlotDots dots{routes, n_rows, n_slots, 1u, 0u, FN_SEGMENT_LOG2};
     fn_slot_dot(dots, expert, row, slot, data, format, width, hidden, x, width_cap, part, hidden, unit_stride);
 }

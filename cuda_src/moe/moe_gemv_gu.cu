@@ -6,7 +6,7 @@
 // Launch      grid (blocks, 2 n_slots, rows_cap), block 64, any number of blocks: they share a dot's width / 32 *
 //             segments units of 32 outputs, 2^s units that follow each other to a block with the smallest s that
 //             does.  It does them for all of its row's eight that chose the same expert: the first of these.
-// Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, width, 1) segments.  Rows of an mma do not
+// Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, width, 1, FN_GU_SEGMENT_LOG2) segments.  Rows of an mma do not
 //             meet.
 // Equality    the same bytes as linear_gemv for the same operand, weights and segments.
 // Reference   ref/exl3.py decode_linear, ref/orders.py mma_chain.
@@ -25,6 +25,6 @@ FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, con
     const FnWeight& w = blockIdx.y & 1u ? line.up : line.gate;
     u64 data = w.data;
     u32 format = w.format, width = line.width, unit_stride = rows_cap * 2u * n_slots * width_cap;
-    FnSlotDots dots{routes, n_rows, n_slots, 2u, blockIdx.y & 1u};
+    FnSlotDots dots{routes, n_rows, n_slots, 2u, blockIdx.y & 1u, FN_GU_SEGMENT_LOG2};
     fn_slot_dot(dots, expert, row, slot, data, format, hidden, width, x, hidden, part, width_cap, unit_stride);
 }

@@ -54,7 +54,8 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Dot:
-    """One linear of a case: dtype "exl3", "f16" or "bf16", and its form."""
+    """One linear of a case: dtype "exl3", "f16" or "bf16", and its form.  split: segments of a leaf, 0: by
+    the rule."""
 
     dtype: str
     codebook: str
@@ -63,10 +64,11 @@ class Dot:
     n: int
     leaves: int = 1
     bias: bool = False
+    split: int = 0
 
     @property
     def segments(self) -> int:
-        return dot_segments(self.k, self.n, self.leaves)
+        return self.split or dot_segments(self.k, self.n, self.leaves)
 
     @property
     def units(self) -> int:
@@ -96,15 +98,16 @@ class Weights:
 
 
 def parse_linear(text: str) -> Dot:
-    """ "mul1_2.5 512x128/2+bias" and the like (kernels/exl3.py says how)."""
+    """ "mul1_2.5 512x128/2:1+bias" and the like (kernels/exl3.py says how)."""
     form, shape = text.split()
     bias = shape.endswith("+bias")
-    shape, _, leaves = shape.removesuffix("+bias").partition("/")
+    shape, _, split = shape.removesuffix("+bias").partition(":")
+    shape, _, leaves = shape.partition("/")
     k, n = (int(v) for v in shape.split("x"))
     if form in ("f16", "bf16"):
-        return Dot(form, "", 0.0, k, n, int(leaves or 1), bias)
+        return Dot(form, "", 0.0, k, n, int(leaves or 1), bias, int(split or 0))
     codebook, width = form.split("_")
-    return Dot("exl3", codebook, float(width), k, n, int(leaves or 1), bias)
+    return Dot("exl3", codebook, float(width), k, n, int(leaves or 1), bias, int(split or 0))
 
 
 def make_weights(seed: int, name: str, dot: Dot, data: str = "") -> Weights:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.exl3 import dot_segments
+from ..kernels.exl3 import dot_segments, gu_segments
 from ..kernels.spec import Case
 from ..kernels.tables import FORMAT_F16, LINE, LINEAR, ROUTE, exl3_format
 from ..ref.orders import canonical, fma32, hadamard128, tree
@@ -264,7 +264,7 @@ def _finished(part: NDArray[np.float32], svh: NDArray[np.float16]) -> NDArray[np
 
 def _moe_act(case: Case, seed: int) -> Operands:
     x = _Experts(case, seed)
-    units_cap = max(dot_segments(x.hidden, w, 1) for w in x.widths)
+    units_cap = max(gu_segments(x.hidden, w) for w in x.widths)
     parts = ("gate_svh", "up_svh", "down_suh")
     arrays = x.arrays(*parts)
     data = signed(seed, "part", (N_ROWS, units_cap, x.n_slots, 2, x.width_cap), 2.0)
@@ -272,13 +272,13 @@ def _moe_act(case: Case, seed: int) -> Operands:
         data[1, 0, 1, 0, 5], data[2, 0, 0, 1, 7] = np.nan, np.inf
     part = np.ascontiguousarray(rows_of(data, x.order, x.cap).swapaxes(0, 1))
     for row, slot, expert in x.slots():  # what no product wrote must not be read
-        part[dot_segments(x.hidden, x.width(expert), 1) :, row, slot] = poison((), np.float32)
+        part[gu_segments(x.hidden, x.width(expert)) :, row, slot] = poison((), np.float32)
         part[:, row, slot, :, x.width(expert) :] = poison((), np.float32)
 
     def expect(got: Arrays) -> None:
         for row, slot, expert in x.slots():
             width = x.width(expert)
-            units = dot_segments(x.hidden, width, 1)
+            units = gu_segments(x.hidden, width)
             gate, up = (
                 _finished(part[:units, row, slot, i, :width], x.scales(name, expert)).astype(np.float64)
                 for i, name in enumerate(("gate_svh", "up_svh"))

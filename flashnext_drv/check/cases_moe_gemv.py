@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.exl3 import dot_segments, fragment_order_rows
+from ..kernels.exl3 import dot_segments, fragment_order_rows, gu_segments
 from ..kernels.spec import Case
 from ..kernels.tables import LINE, ROUTE, WEIGHT
 from .cases_exl3 import Dot, Weights, check_unit, make_weights, operand_rows, unit_ranges
@@ -102,7 +102,7 @@ def build(name: str, case: Case, seed: int) -> Operands:
 
 
 def _units(name: str, hidden: int, width: int) -> int:
-    return dot_segments(hidden, width) if name == "moe_gemv_gu" else dot_segments(width, hidden)
+    return gu_segments(hidden, width) if name == "moe_gemv_gu" else dot_segments(width, hidden)
 
 
 def _experts(seed: int, rows: int, n_slots: int, n_lines: int) -> NDArray[np.uint32]:

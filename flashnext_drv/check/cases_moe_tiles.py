@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.exl3 import dot_segments
+from ..kernels.exl3 import dot_segments, gu_segments
 from ..kernels.spec import Case
 from ..kernels.tables import LINE, WEIGHT
 from ..ref.orders import GENERATIONS, canonical, hadamard128
@@ -131,7 +131,7 @@ def gate_up(case: Case, seed: int) -> Operands:
 
     def oracle() -> None:
         for expert, at in x.seen():
-            units = dot_segments(x.hidden, x.widths[expert])
+            units = gu_segments(x.hidden, x.widths[expert])
             both = [
                 _dots(rows[part][at], x.weights[expert, part], units, svh[part][expert])
                 for part in ("gate", "up")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..errors import ContractError
 from ..kernels import catalog
-from ..kernels.exl3 import dot_segments
+from ..kernels.exl3 import dot_segments, gu_segments
 from ..kernels.spec import Case, KernelSpec
 from ..kernels.tables import LINE, LINEAR
 from .cases_gdn_deep import PAIRS as GDN
@@ -118,7 +118,7 @@ def _expert_dots(case: Case, given: Operands, ran: Ran) -> Turned:
     for j, (row, slot, p, part, expert) in enumerate(dots):
         width = int(lines[expert]["width"])
         k, n = (width, hidden) if part == "down" else (hidden, width)
-        segments, one = dot_segments(k, n), table[j]
+        segments, one = dot_segments(k, n) if part == "down" else gu_segments(k, n), table[j]
         one["k"], one["n"], one["leaves"], one["segments"], one["x_stride"] = k, n, 1, segments, k
         one["w"]["format"] = lines[expert][part]["format"]
         one["first_warp"], one["n_warps"] = first, n // 32 * segments

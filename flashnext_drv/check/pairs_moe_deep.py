@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.exl3 import dot_segments
+from ..kernels.exl3 import dot_segments, gu_segments
 from ..kernels.spec import Case
 from .cases_moe_tiles import finished
 from .contract import Operands, Ran, poison
@@ -78,7 +78,7 @@ def _gate_up(case: Case, given: Operands, ran: Ran) -> Turned:
         for _, at, row, slot in tiles:
             x[row, slot, p] = to_fragment(values[at])
     widths = given.arrays["lines"]["width"]
-    units_cap = max(dot_segments(hidden, int(width)) for width in widths)
+    units_cap = max(gu_segments(hidden, int(width)) for width in widths)
     part = poison((units_cap, cap, n_slots, 2, width_cap), np.float32)
     operands = Operands(
         {**_tables(given), "x": x, "part": part},

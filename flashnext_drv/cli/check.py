@@ -157,7 +157,8 @@ def check(
     library: Path | None = None
     ordered = sorted(specs, key=lambda spec: -len(spec.cases))  # the longest first
     due = [(spec.name, one.name) for spec in ordered for one in spec.controls if wanted(one)]
-    if device == "sim" and due:
+    in_simulator = [one for spec in specs for one in spec.controls if wanted(one) and not one.hopper]
+    if device == "sim" and in_simulator:
         print("building the simulator with the planted controls", file=sys.stderr, flush=True)
         library = controls.build_simulator(specs)
     jobs: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()

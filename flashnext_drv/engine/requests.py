@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CapacityError, UsageError
-from ..kernels.tables import PAGE_TOKENS
 from ..model.layout import Layout
 from .sequence import Edits, Sampling, checked_ids
 
@@ -202,11 +201,11 @@ def checked_request(request: Request, layout: Layout) -> Request:
     stop_ids = frozenset(checked_ids(stops, vocab) if stops else ())
     request = replace(request, ids=ids, stop_ids=stop_ids)
     needed = tokens_held(request)
-    if needed > limits.context_tokens or -(-needed // PAGE_TOKENS) > layout.n_pages:
+    if needed > limits.context_tokens:
         raise CapacityError(
             "prompt and new tokens do not fit the cache",
             needed_tokens=needed, prompt_tokens=len(ids), max_new_tokens=request.max_new_tokens,
-            context_tokens=limits.context_tokens, pages=layout.n_pages,
+            context_tokens=limits.context_tokens,
             do="shorten the prompt, lower max_new_tokens or raise Limits.context_tokens",
         )
     return request

@@ -29,6 +29,7 @@ __all__ = [
     "dot_segments",
     "fragment_order_rows",
     "fragment_order_weights",
+    "gu_segments",
     "leaves",
 ]
 
@@ -38,23 +39,32 @@ PAIRS: Final = tuple(
 # A block of linear_gemv and moe_gemv_*: a pair of tiles of 16 outputs, a warp each.
 GEMV_BLOCK: Final = 64
 _MAX_OUTPUTS: Final = 49152  # outputs times segments that fill the machine in a decode step
-_MIN_INPUTS: Final = 256  # of a segment
+# Fewest inputs of a segment, by role: as many as decode's occupancy allows, for sums of units cost prompts.
+SEGMENT_INPUTS: Final = 256
+GU_SEGMENT_INPUTS: Final = 512  # gate and up: of 20 and more such products at once
+GDN_IN_SEGMENT_INPUTS: Final = 1024
+OUT_SEGMENT_INPUTS: Final = 512  # of projections with leaves
 
 
-def dot_segments(k: int, n: int, leaves: int = 1) -> int:
+def dot_segments(k: int, n: int, leaves: int = 1, least: int = SEGMENT_INPUTS) -> int:
     """Segments of each leaf of a dot with `k` inputs and `n` outputs: 1, 2, 4 .. 32.  Part of the orders.
 
-    k is a multiple of 16 * leaves.
+    k is a multiple of 16 * leaves.  least: inputs of a segment, a power of two, which the role says.
     """
     leaf, segments = k // leaves, 1
     while (
         segments < 32
         and 2 * segments * n <= _MAX_OUTPUTS
         and leaf % (32 * segments) == 0
-        and leaf // (2 * segments) >= _MIN_INPUTS
+        and leaf // (2 * segments) >= least
     ):
         segments *= 2
     return segments
+
+
+def gu_segments(hidden: int, width: int) -> int:
+    """Segments of an expert's gate and of its up projection."""
+    return dot_segments(hidden, width, least=GU_SEGMENT_INPUTS)
 
 
 def leaves(k: int) -> int:
@@ -103,7 +113,8 @@ _DOT_BOUND: Final = (
 
 
 def _case(name: str, linears: str, rows: int, rows_cap: int, **dims: int | str) -> Case:
-    """linears: "<format> <K>x<N>[/<leaves>][+bias]" separated by "; "; form: f16, bf16, <codebook>_<bits>."""
+    """linears: "<format> <K>x<N>[/<leaves>][:<segments>][+bias]" separated by "; "; form: f16, bf16,
+    <codebook>_<bits>; segments: of a leaf, else by the rule."""
     shows = ("integers",) if dims.get("data") == "onehot" else ()
     return Case(name, {"linears": linears, "rows": rows, "rows_cap": rows_cap, **dims}, shows)
 
@@ -206,7 +217,7 @@ def _gemv(rows_max: int, blocks_per_sm: int) -> KernelSpec:
     )
 
 
-LINEAR_GEMV_N8: Final = _gemv(8, 16)
+LINEAR_GEMV_N8: Final = _gemv(8, 10)
 LINEAR_GEMV_N16: Final = _gemv(16, 11)
 
 LINEAR_FINISH: Final = KernelSpec(

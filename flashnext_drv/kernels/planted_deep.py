@@ -180,6 +180,14 @@ DEEP_LINEAR: Final = (
             "i < 4; i++) d[0][j][i] = d[0][j][i];", "wide"),
     _hopper("wide_step_again", "index", _DEEP, "source.operand(3, a[3]);", "source.operand(2, a[3]);",
             "wide"),
+    _hopper("wide_leaves_flat", "order", _DEEP, "for (; leaf >> (level + 1u) & 1u; level++)",
+            "for (; leaf > 2u && level < 1u; level++)", "wide_leaves8"),
+    _hopper("wide_leaf_lost", "leaf", _DEEP, "v[3] = fn_add(w[j].w, v[3]);", "v[3] = w[j].w;",
+            "wide_leaves8"),
+    _hopper("wide_leaves_of_second_rows", "leaf", _DEEP, "w[j] = waiting[level][h][j];",
+            "w[j] = waiting[level][0][j];", "wide_leaves8"),
+    _hopper("wide_pair_goes_on", "stale", _DEEP, "        add_unit(odd, !odd, d, sum);\n",
+            "        add_unit(leaf != 0, !odd, d, sum);\n", "wide_leaves8"),
 )
 
 DEEP_SITE_UP: Final = (

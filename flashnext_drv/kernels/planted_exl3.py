@@ -278,8 +278,8 @@ _SLOT_DOT: Final = (
         "other_segments",
         "order",
         _EXL3,
-        "by_size = 23 - (i32)fn_clz(leaf)",
-        "by_size = 22 - (i32)fn_clz(leaf)",
+        "by_size = 31 - (i32)least_log2",
+        "by_size = 30 - (i32)least_log2",
         "segments",
     ),
     _dot(

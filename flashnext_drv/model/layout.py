@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ..errors import CapacityError, UsageError
 from ..kernels import tables as t
-from ..kernels.exl3 import dot_segments
+from ..kernels.exl3 import dot_segments, gu_segments
 from .config import ModelConfig
 from .linears import Group, model_groups
 
@@ -328,7 +328,7 @@ class Layout:
         """Most segments of the gate/up and of the down projections over routed and shared widths."""
         hidden, widths = self.config.hidden, (self.config.moe_width, self.config.shared_width)
         return (
-            max(dot_segments(hidden, w, 1) for w in widths),
+            max(gu_segments(hidden, w) for w in widths),
             max(dot_segments(w, hidden, 1) for w in widths),
         )
 

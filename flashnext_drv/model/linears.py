@@ -13,7 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..kernels.exl3 import dot_segments
+from ..kernels.exl3 import (
+    GDN_IN_SEGMENT_INPUTS,
+    OUT_SEGMENT_INPUTS,
+    SEGMENT_INPUTS,
+    dot_segments,
+)
 from .config import ModelConfig
 
 __all__ = ["Group", "Member", "canonical_leaves", "model_groups"]
@@ -26,7 +31,8 @@ class Member:
     """One linear.  prefix: its name in the pack, without the part.  k, n: inputs, outputs.  leaves: of the
     sum.
 
-    shares: index of the member in the same group whose operand it reads, or -1 for its own.
+    shares: index of the member in the same group whose operand it reads, or -1 for its own.  least: fewest
+    inputs of a segment.
     """
 
     prefix: str
@@ -34,10 +40,11 @@ class Member:
     n: int
     leaves: int = 1
     shares: int = -1
+    least: int = SEGMENT_INPUTS
 
     @property
     def segments(self) -> int:
-        return dot_segments(self.k, self.n, self.leaves)
+        return dot_segments(self.k, self.n, self.leaves, self.least)
 
     @property
     def units(self) -> int:
@@ -85,6 +92,11 @@ def canonical_leaves(k: int) -> int:
     """Leaves of a sum that ranks could share (o_proj, out_proj): the largest of 8, 4, 2, 1 that divides
     K/128."""
     return next(leaves for leaves in (8, 4, 2, 1) if (k // 128) % leaves == 0)
+
+
+def _shared(prefix: str, k: int, n: int) -> Member:
+    """A projection that ranks could share by its inputs."""
+    return Member(prefix, k, n, canonical_leaves(k), least=OUT_SEGMENT_INPUTS)
 
 
 def model_groups(config: ModelConfig) -> dict[str, Group]:
@@ -138,15 +150,15 @@ def _gdn(config: ModelConfig, i_layer: int) -> Iterator[Group]:
     yield Group(
         f"L{i_layer}.gdn_in",
         (
-            Member(f"{prefix}.in_proj_qkv", hidden, config.gdn_channels),
-            Member(f"{prefix}.in_proj_z", hidden, width),
+            Member(f"{prefix}.in_proj_qkv", hidden, config.gdn_channels, least=GDN_IN_SEGMENT_INPUTS),
+            Member(f"{prefix}.in_proj_z", hidden, width, least=GDN_IN_SEGMENT_INPUTS),
             Member(f"{prefix}.in_proj_a", hidden, n_v),
             Member(f"{prefix}.in_proj_b", hidden, n_v, shares=2),
         ),
     )
     yield Group(
         f"L{i_layer}.gdn_out",
-        (Member(f"{prefix}.out_proj", width, hidden, canonical_leaves(width)),),
+        (_shared(f"{prefix}.out_proj", width, hidden),),
         out="y",
     )
 
@@ -164,5 +176,5 @@ def _qsa(config: ModelConfig, i_layer: int) -> Iterator[Group]:
         ),
     )
     yield Group(
-        f"L{i_layer}.qsa_out", (Member(f"{prefix}.o_proj", width, hidden, canonical_leaves(width)),), out="y"
+        f"L{i_layer}.qsa_out", (_shared(f"{prefix}.o_proj", width, hidden),), out="y"
     )

@@ -21,7 +21,7 @@ __all__ = ["Step", "Value", "ahead_steps", "body_steps", "draw_steps", "edit_ste
 Value = str | int | float
 FILL_BLOCKS = 64  # of line_fill; 8 reach the link's rate
 # Units a block of the experts' products takes at one row, where an H200 has all blocks at once, and at more.
-GU_UNITS = (2, 4)
+GU_UNITS = (1, 2)
 DOWN_UNITS = (1, 2)
 
 

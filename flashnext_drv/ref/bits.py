@@ -19,11 +19,12 @@ __all__ = ["bf16_parts", "dot_segments", "exl3_linear_bits", "linear_input_bits"
            "plain_linear_bits", "sum_units"]
 
 
-def dot_segments(k: int, n: int, leaves: int = 1) -> int:
+def dot_segments(k: int, n: int, leaves: int = 1, least: int = 256) -> int:
     """Segments of one leaf of a (k, n) linear: doubled from 1 while all of these hold after doubling: at most
-    32 segments, segments * n <= 49152, whole k16 steps, at least 256 inputs a segment."""
+    32 segments, segments * n <= 49152, whole k16 steps, at least `least` inputs a segment."""
     leaf, segments = k // leaves, 1
-    while segments < 32 and segments * n <= 24576 and leaf % (32 * segments) == 0 and leaf >= 512 * segments:
+    most = min(16, 24576 // n, leaf // (2 * least))  # that may still be doubled
+    while segments <= most and leaf % (32 * segments) == 0:
         segments *= 2
     return segments
 

@@ -16,7 +16,15 @@ from flashnext_drv.check.contract import CheckDevice, Operands
 from flashnext_drv.check.operands import same_bits
 from flashnext_drv.errors import ContractError
 from flashnext_drv.kernels import exl3
-from flashnext_drv.kernels.exl3 import PAIRS, dot_segments, fragment_order_rows, fragment_order_weights
+from flashnext_drv.kernels.exl3 import (
+    GDN_IN_SEGMENT_INPUTS,
+    OUT_SEGMENT_INPUTS,
+    PAIRS,
+    dot_segments,
+    fragment_order_rows,
+    fragment_order_weights,
+    gu_segments,
+)
 from flashnext_drv.kernels.spec import Case
 from flashnext_drv.kernels.tables import CODEBOOKS
 from flashnext_drv.ref.exl3 import codebook, decode_linear, tile_states
@@ -216,7 +224,9 @@ def test_segments_of_the_real_shapes_are_what_the_orders_say() -> None:
         (2560, 48): 8,
     }
     assert {shape: dot_segments(*shape) for shape in real} == real
-    assert dot_segments(6144, 2560, exl3.leaves(6144)) == 2 and exl3.leaves(6144) == 8
+    assert dot_segments(6144, 2560, exl3.leaves(6144), OUT_SEGMENT_INPUTS) == 1 and exl3.leaves(6144) == 8
+    assert gu_segments(2560, 640) == 4
+    assert [dot_segments(2560, n, 1, GDN_IN_SEGMENT_INPUTS) for n in (10240, 6144)] == [2, 2]
     assert [exl3.leaves(128 * n) for n in (1, 2, 3, 4, 6, 12, 48, 40)] == [1, 2, 1, 4, 2, 4, 8, 8]
 
 

@@ -49,11 +49,12 @@ def test_sum_units_adds_segments_in_order_and_leaves_by_the_tree() -> None:
     np.testing.assert_array_equal(bits.sum_units(parts.reshape(24, 7), 8), want)
 
 
-@pytest.mark.parametrize(("k", "n", "leaves", "want"), [
-    (2560, 640, 1, 8), (2560, 10240, 1, 4), (2560, 248320, 1, 1), (6144, 2560, 8, 2), (10240, 320, 1, 32),
-    (640, 2560, 1, 2), (128, 128, 1, 1), (10240, 4, 1, 32)])
-def test_segments_of_the_real_shapes(k: int, n: int, leaves: int, want: int) -> None:
-    assert bits.dot_segments(k, n, leaves) == want
+@pytest.mark.parametrize(("k", "n", "leaves", "least", "want"), [
+    (2560, 640, 1, 256, 8), (2560, 12288, 1, 256, 4), (2560, 248320, 1, 256, 1), (10240, 320, 1, 256, 32),
+    (640, 2560, 1, 256, 2), (128, 128, 1, 256, 1), (10240, 4, 1, 256, 32),
+    (2560, 640, 1, 512, 4), (6144, 2560, 8, 512, 1), (2560, 10240, 1, 1024, 2), (2560, 6144, 1, 1024, 2)])
+def test_segments_of_the_real_shapes(k: int, n: int, leaves: int, least: int, want: int) -> None:
+    assert bits.dot_segments(k, n, leaves, least) == want
 
 
 def test_plain_bf16_equals_f16_where_the_split_is_trivial_and_is_exact_enough_elsewhere() -> None:
