@@ -21,7 +21,7 @@ H200 = DeviceFacts(
     shared_per_block_bytes=49152, shared_optin_bytes=232448, maps_host=True, driver_version=13000,
     is_simulator=False)
 RESERVED = 1024  # of every block
-GEMV = next(spec for spec in catalog.specs("exl3") if spec.name == "linear_gemv_n8")
+GEMV = next(spec for spec in catalog.specs("moe_gemv") if spec.name == "moe_gemv_gu")  # 16 blocks an SM
 
 
 def fitting(facts: DeviceFacts, dynamic_bytes: int, static_bytes: int = 0) -> int:
@@ -57,16 +57,19 @@ def test_a_kernels_own_memory_counts() -> None:
     assert fitting(H200, given, 4096) == 10 and given == without - 4096
 
 
-@pytest.mark.parametrize(("k", "n", "leaves", "blocks"), [
-    (2560, 10240, 1, 1280),   # 4 units of 40 steps: long enough
-    (2560, 6144, 1, 768),     # 8 units of 20 steps, two a block
-    (2560, 512, 1, 128),      # few blocks: none to spare
-    (6144, 2560, 8, 1280),    # 16 units of 24 steps; half as many blocks would be fewer than MANY_BLOCKS
-    (10240, 320, 1, 320),
-    (2560, 248320, 1, 7760),  # one unit
+@pytest.mark.parametrize(("k", "n", "leaves", "least", "blocks"), [
+    (2560, 10240, 1, 1024, 640),   # 2 units of 80 steps
+    (2560, 6144, 1, 1024, 384),
+    (2560, 12288, 1, 256, 1536),   # 4 units of 40 steps: long enough
+    (2560, 6144, 1, 256, 768),     # 8 units of 20 steps, two a block
+    (2560, 512, 1, 256, 128),      # few blocks: none to spare
+    (6144, 2560, 8, 256, 1280),    # 16 units of 24 steps; half as many blocks would be fewer than MANY_BLOCKS
+    (6144, 2560, 8, 512, 640),     # a unit a leaf
+    (10240, 320, 1, 256, 320),
+    (2560, 248320, 1, 256, 7760),  # one unit
 ])
-def test_units_a_block_at_the_published_sizes(k: int, n: int, leaves: int, blocks: int) -> None:
-    member = Member("x", k, n, leaves)
+def test_units_a_block_at_the_published_sizes(k: int, n: int, leaves: int, least: int, blocks: int) -> None:
+    member = Member("x", k, n, leaves, least=least)
     assert member.n_warps == blocks
     at_once = -(-n // 32) * member.units // blocks
     assert at_once & (at_once - 1) == 0 and at_once <= member.units
