@@ -13,6 +13,7 @@ from flashnext_drv.check.contract import CheckDevice, Operands
 from flashnext_drv.check.operands import same_bits
 from flashnext_drv.errors import ContractError
 from flashnext_drv.kernels import moe_gemv
+from flashnext_drv.kernels.exl3 import dot_segments, gu_segments
 from flashnext_drv.kernels.spec import Case
 from flashnext_drv.kernels.tables import LINE
 
@@ -39,7 +40,7 @@ def test_case_meets_its_expectation(check_device: Give, case_seed: int, kernel: 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernel", ["moe_gemv_gu", "moe_gemv_down"])
 def test_bytes_are_those_of_linear_gemv(check_device: Give, kernel: str, form: str) -> None:
-    hidden, width = 512, 640
+    hidden, width = 1024, 640  # two segments each
     case = Case(
         "test",
         {
@@ -54,7 +55,8 @@ def test_bytes_are_those_of_linear_gemv(check_device: Give, kernel: str, form: s
     got = run(check_device, kernel, case, operands=made)
     k, n = (hidden, width) if kernel == "moe_gemv_gu" else (width, hidden)
     part = "gate" if kernel == "moe_gemv_gu" else "down"
-    dense = Case("test", {"linears": f"{form} {k}x{n}", "rows": 1, "rows_cap": 1})
+    segments = gu_segments(k, n) if kernel == "moe_gemv_gu" else dot_segments(k, n)
+    dense = Case("test", {"linears": f"{form} {k}x{n}:{segments}", "rows": 1, "rows_cap": 1})
     linear = contract.build_operands("linear_gemv_n8", dense)
     linear.arrays["w0"] = made.arrays[f"{part}0"]
     linear.arrays["x0"] = np.ascontiguousarray(made.arrays["x"][:, 0, 0, :k])
