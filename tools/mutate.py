@@ -154,7 +154,8 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
      ("tests/drv/test_images.py", "tests/drv/test_launch.py", *_ENGINE)),
     ("flashnext_drv/model/layout.py", ("tests/host/test_layout.py", *_ENGINE), (
         "tests/host/test_cli_usage.py", *_WHOLE)),
-    ("flashnext_drv/model/linears.py", ("tests/engine/test_golden.py", "tests/contracts/test_exl3.py"),
+    ("flashnext_drv/model/linears.py",
+     ("tests/engine/test_golden.py", "tests/contracts/test_exl3.py", "tests/host/test_spread.py"),
      _ENGINE),
     *((f"flashnext_drv/model/deep_{name}.py", _DEEP, ("tests/engine/test_other_shapes.py",))
       for name in ("layout", "steps")),

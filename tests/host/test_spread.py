@@ -13,7 +13,7 @@ from flashnext_drv.drv.context import DeviceFacts
 from flashnext_drv.kernels import catalog
 from flashnext_drv.kernels.bind import make_launch, spread_bytes
 from flashnext_drv.kernels.spec import KernelSpec
-from flashnext_drv.model.linears import MANY_BLOCKS, Member
+from flashnext_drv.model.linears import MANY_BLOCKS, Group, Member
 
 pytestmark = pytest.mark.host
 H200 = DeviceFacts(
@@ -74,6 +74,13 @@ def test_units_a_block_at_the_published_sizes(k: int, n: int, leaves: int, least
     at_once = -(-n // 32) * member.units // blocks
     assert at_once & (at_once - 1) == 0 and at_once <= member.units
     assert at_once == 1 or blocks >= MANY_BLOCKS
+
+
+def test_operands_are_made_for_members_that_share_none() -> None:
+    own, alike = Member("own", 2560, 512), Member("alike", 2560, 1, shares=0)
+    group = Group("router", (own, alike))
+    assert group.n_inputs == 1 and Group("in", (own, own, alike)).n_inputs == 2
+    assert group.n_warps == own.n_warps + alike.n_warps
 
 
 def launched(spec: KernelSpec, grid: int | tuple[int, ...], n_sms: int = H200.n_sms) -> tuple[int, int, int]:
