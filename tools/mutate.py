@@ -144,6 +144,8 @@ TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("flashnext_drv/engine/decode.py", ("tests/engine/test_steps_ahead.py",), _ENGINE),
     ("flashnext_drv/engine/edits.py", ("tests/host/test_sequence.py", "tests/engine/test_edits.py"), _ENGINE),
     ("flashnext_drv/engine/round.py", _ENGINE, ("tests/engine/test_ngram_mapped.py", *_WHOLE)),
+    ("flashnext_drv/engine/requests.py",
+     ("tests/host/test_layout.py", "tests/engine/test_scheduler.py"), _ENGINE),
     ("flashnext_drv/engine/", _ENGINE, ("tests/host/test_device_warning.py", *_WHOLE)),
     ("flashnext_drv/kernels/bind.py", ("tests/host/test_bind_values.py", "tests/drv/test_launch.py",
                                        "tests/drv/test_images.py", "tests/drv/test_ownership.py"),
