@@ -159,6 +159,7 @@ def test_a_server_that_cannot_start_or_dies_is_an_error(
     assert run(["decode", "--pack", str(PACK), *small, "--device-bytes", "1MiB"], capsys)[0] == 4
     with HostProcess(Plan(str(PACK), LIMITS, device_name, max_streams=2)) as host:
         os.kill(host.pid, signal.SIGKILL)
+        host._child.join(10)  # else it may still count as alive when the host is closed
         with pytest.raises(RemoteError, match="has ended"):
             host.graphs(True)
     assert host.closed == []
