@@ -32,6 +32,11 @@ def command(device: str, *more: str, controls: str = "--no-controls") -> list[st
     ]
 
 
+def checked(device: str, *more: str, controls: str = "--no-controls") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(device, *more, controls=controls), capture_output=True, text=True, env=ENV,
+                          check=False, timeout=300)
+
+
 @pytest.fixture
 def chosen(request: pytest.FixtureRequest) -> str:
     device: str = request.config.getoption("--device")
@@ -62,28 +67,20 @@ def audit(log: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_kernel_without_text_for_one_architecture_has_no_controls_for_it(chosen: str) -> None:
-    done = subprocess.run(
-        command(chosen, "--kernel", "stream_add", controls="--hopper-controls"),
-        capture_output=True,
-        text=True,
-        env=ENV,
-        check=False,
-        timeout=300,
-    )
+    done = checked(chosen, "--kernel", "stream_add", controls="--hopper-controls")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == SUMMARY.replace("2 kernels: 2 pass", "1 kernels: 1 pass")
 
 
+def test_the_simulator_is_not_built_anew_for_controls_that_it_leaves_out() -> None:
+    done = checked("sim", "--kernel", "deep_site_up", controls="--hopper-controls")
+    assert done.returncode == 0 and "building the simulator" not in done.stderr, done.stderr
+    assert "deep_site_up/resident_images" in done.stdout and "0 controls: 0 red, 0 missed" in done.stdout
+
+
 def test_ends_with_the_summary_that_the_log_and_the_audit_give(chosen: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    done = subprocess.run(
-        command(chosen, "--kernel", "stream_add", "--kernel", "embed_rows", "--log", str(log)),
-        capture_output=True,
-        text=True,
-        env=ENV,
-        check=False,
-        timeout=300,
-    )
+    done = checked(chosen, "--kernel", "stream_add", "--kernel", "embed_rows", "--log", str(log))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == SUMMARY
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
@@ -94,14 +91,7 @@ def test_ends_with_the_summary_that_the_log_and_the_audit_give(chosen: str, tmp_
 
 
 def test_json_is_one_object(chosen: str) -> None:
-    done = subprocess.run(
-        command(chosen, "--kernel", "stream_add", "--json"),
-        capture_output=True,
-        text=True,
-        env=ENV,
-        check=False,
-        timeout=300,
-    )
+    done = checked(chosen, "--kernel", "stream_add", "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 0 and found["good"] and found["kernels"] == 1
     assert found["summary"] == done.stderr.splitlines()[-1]

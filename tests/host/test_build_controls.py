@@ -61,6 +61,21 @@ def test_controls_get_images_of_their_own(planted_tree: Path) -> None:
 
 
 @needs_nvrtc
+def test_those_for_one_architecture_leave_the_others_where_they_are(planted_tree: Path) -> None:
+    family = planted_tree / "flashnext_drv" / "kernels" / "glue.py"
+    text = family.read_text(encoding="utf-8")
+    family.write_text(text.replace("'- FN_PLUS'),))", "'- FN_PLUS'),), hopper=True)"), encoding="utf-8")
+    assert "4 planted controls compiled" in run_build(planted_tree, "--controls").stderr
+    made = controls(planted_tree)
+    done = run_build(planted_tree, "--controls", "hopper")
+    assert done.returncode == 0 and "0 planted controls compiled, 4 cached" in done.stderr, done.stderr
+    assert controls(planted_tree) == made
+    folder = planted_tree / "flashnext_drv" / "_cubin" / "controls"
+    there = sorted(path.name for path in folder.glob("*.cubin"))
+    assert there == sorted(one["file"] for one in made.values())
+
+
+@needs_nvrtc
 def test_control_that_does_not_fit_stops_its_build(planted_tree: Path) -> None:
     source = planted_tree / "cuda_src" / "glue" / "twice.cu"
     source.write_text(source.read_text(encoding="utf-8").replace("+ FN_PLUS", "+  FN_PLUS"), encoding="utf-8")

@@ -13,7 +13,9 @@ from flashnext_drv.drv.context import DeviceFacts
 from flashnext_drv.kernels import catalog
 from flashnext_drv.kernels.bind import make_launch, spread_bytes
 from flashnext_drv.kernels.spec import KernelSpec
+from flashnext_drv.model.layout import Layout, Limits
 from flashnext_drv.model.linears import MANY_BLOCKS, Group, Member
+from flashnext_drv.model.synth import SynthPack
 
 pytestmark = pytest.mark.host
 H200 = DeviceFacts(
@@ -74,6 +76,20 @@ def test_units_a_block_at_the_published_sizes(k: int, n: int, leaves: int, least
     at_once = -(-n // 32) * member.units // blocks
     assert at_once & (at_once - 1) == 0 and at_once <= member.units
     assert at_once == 1 or blocks >= MANY_BLOCKS
+
+
+def test_every_role_has_its_segments() -> None:
+    """At the published widths: segments are a table over role, K and N, a part of the orders."""
+    layout = Layout(SynthPack("quarter", 1).config, Limits(context_tokens=256))
+    found = {member.prefix.rsplit(".", 1)[-1]: (member.leaves, member.segments)
+             for group in layout.groups.values() for member in group.members}
+    assert found == {
+        "in_proj_qkv": (1, 2), "in_proj_z": (1, 2), "in_proj_a": (1, 8), "in_proj_b": (1, 8),
+        "out_proj": (8, 1), "q_proj": (1, 4), "k_proj": (1, 8), "v_proj": (1, 8), "index_qk_proj": (1, 8),
+        "o_proj": (8, 1), "gate": (1, 8), "shared_expert_gate": (1, 8), "input_mix_weight_down": (1, 32),
+        "block_inject_weight": (1, 32), "input_mix_weight_up": (1, 1), "key_proj": (1, 4),
+        "value_proj": (1, 8), "lm_head": (1, 1)}
+    assert layout.moe_units == (4, 2)
 
 
 def test_operands_are_made_for_members_that_share_none() -> None:
