@@ -431,7 +431,8 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
         u32 width = w.w.format >> 8 & 255u;
         bool mul1 = (w.w.format & 0xff00ffu) == (FN_FORMAT_EXL3 | 2u << 16);
         bool units = w.leaves == 1u || (KIND != FN_DEEP_EXL3 && w.segments == 1u);
-        return live > 128u && mul1 && 512u * width <= FN_DEEP_WORDS && units && w.k % (64u * w.leaves * w.segments) == 0;
+        units &= w.k % (64u * w.leaves * w.segments) == 0;
+        return live > 128u && mul1 && 512u * width <= FN_DEEP_WORDS && units;
     }
     // All products of a tile are wide, or none.
     template <class Tiles> static FN_DEVICE bool is_wide_tile(const Tiles& tiles) {
@@ -726,8 +727,8 @@ template <u32 KIND = FN_DEEP_ALL> struct FnDeep {
         }
     }
 
-    // As add_unit for a leaf, by the tree of part_sum_v1.  A leaf waits for its neighbour where sums of units lie, those
-    // of two and of four leaves in local memory.
+    // As add_unit for a leaf, by the tree of part_sum_v1.  A leaf waits for its neighbour where sums of units lie,
+    // those of two and of four leaves in local memory.
     FN_DEVICE void add_leaf(u32 leaf, u32 leaves, float (&d)[2][16][4], float (&sum)[16][4],
                             float4 (&waiting)[2][2][16]) const {
         bool odd = leaf & 1u;

@@ -28,7 +28,8 @@
 #define FN_SEGMENT_LOG2 8u     // log2 of the fewest inputs of a segment
 #define FN_GU_SEGMENT_LOG2 9u  // of the experts' gate and up
 
-// log2 of a leaf's segments: the most s up to 32 with s n <= 49152, leaf % (16 s) == 0 and leaf >= s 2^least_log2, or 1.
+// log2 of a leaf's segments: the most s up to 32 with s n <= 49152, leaf % (16 s) == 0 and leaf >= s 2^least_log2, or
+// 1.
 FN_DEVICE u32 fn_dot_segments_log2(u32 leaf, u32 n, u32 least_log2 = FN_SEGMENT_LOG2) {
     i32 whole = 31 - (i32)fn_clz(n), by_n = 15 - whole - (2u * n > 3u << whole);
     i32 by_steps = (i32)fn_ffs(leaf) - 5, by_size = 31 - (i32)least_log2 - (i32)fn_clz(leaf);

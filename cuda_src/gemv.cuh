@@ -46,7 +46,7 @@ template <u32 W2, u32 CODEBOOK, u32 DEPTH> struct FnTrellis {
     }
     FN_DEVICE void load(u32, Step& s) {  // the next k step
         low += stride;
-        if (!kShare && (FnRing<W2>::kLoads == 2 || FnRing<W2>::kTwoOffsets)) other += stride;
+        if (!kShare && FnRing<W2>::kTwoOffsets) other += stride;
         if (kShare) {
             s.w[0] = fn_ldg(reinterpret_cast<const u32*>(low));
             if (W2 == 10) s.w[1] = fn_ldg(reinterpret_cast<const u32*>(low - 4));

@@ -185,6 +185,8 @@ def main() -> int:
     if not args.package:
         parser.error("--build DIR or --package DIR")
     sys.path[:0] = [str(args.package.resolve()), str(Path(__file__).resolve().parent)]
+    import flashnext_drv  # noqa: F401  the copy's, before bench_decode puts its own checkout in front
+
     results = {}
     for rows in map(int, args.rows.split(",")):
         found, facts = measure(args.model, args.context, rows, args.tokens)

@@ -86,7 +86,7 @@ _CHAIN: Final = (
     Edit(_DEEP, "dot_wide<false>(walk, d);", f"dot_wide<false>({_WALK}, d);"),
     Edit(_DEEP, "dot<ROW_TILES>(walk, sum);", f"dot<ROW_TILES>({_WALK}, sum);"),
     Edit(_DEEP, "w.leaves == 1u || (KIND != FN_DEEP_EXL3 && w.segments == 1u);", "true;"),
-    Edit(_DEEP, "units && w.k % (64u * w.leaves * w.segments) == 0;", "units && w.k % 64u == 0;"),
+    Edit(_DEEP, "units &= w.k % (64u * w.leaves * w.segments) == 0;", "units &= w.k % 64u == 0;"),
     Edit(_DEEP, "31u, units = w.leaves * w.segments, steps = w.k / 16u / units;",
          "31u, units = 1u, steps = w.k / 16u;"),
     # elsewhere

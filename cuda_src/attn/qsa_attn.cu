@@ -3,7 +3,7 @@
 //             when the row sees more blocks than `budget`) -> part_m, part_l f32 [rows_cap][n_q][max_parts], part_o
 //             f32 [rows_cap][n_q][max_parts][256], parts below ceil(attended / 64) only.  n_q / n_kv is 1..16.
 //             Keys and values of tokens that are not attended are never read.
-// Launch      grid (max_parts, n_kv, rows_cap), block 128, shared 7.4 KB.
+// Launch      grid (max_parts, n_kv, rows_cap), block 128, shared 15.6 KB.
 // Arithmetic  order qsa_attn_v1.  Part p holds attended tokens 64p .. 64p+63 in position order.  s = q.k by a chain of
 //             16 mma steps over k from zero, times 1/16; m = max; e = fn_exp(s - m); l = sum of e, absent entries +0,
 //             by halves of the entry index: bit 5 first, bit 0 last; o = chain of mma steps over 16 entries each,
@@ -12,11 +12,13 @@
 // Equality    a row's parts depend on its own q and attended tokens alone.  NaN in a score makes m, l, o NaN.
 // Reference   ref/attn.py.  Source: QSA step 6.
 #include "attn/pages.cuh"
+#include "attn/queries.cuh"
 #include "mma.cuh"
 
 namespace FN_NAMESPACE {
 
 struct Shared {
+    uint2 query[2][16][32];  // B operands of 8 heads: by k step and lane
     u64 key[FN_PART];   // address of each entry's key; an absent entry has the last one's
     float s[16][72];    // scores by head and entry; the pitch spreads the reads of 4 heads over the banks
     u16 e[16][72];      // f16 weights, likewise for mma loads
@@ -24,29 +26,39 @@ struct Shared {
 
 FN_DEVICE uint2 load8(u64 at, u32 step) { return fn_ld_here(reinterpret_cast<const uint2*>(at) + 4u * step); }
 
-// Scores of this warp's 16 entries for Tiles * 8 heads.
+// Where a lane's values of four entries and eight dimensions lie: piece s of 16.
+struct Values {
+    const Shared& sh;
+    u64 offset;  // from an entry's key to the lane's dimensions of its value
+    u32 t;
+
+    FN_DEVICE void ask(uint4 (&v)[4][4], u32 s) const {
+        u32 i = s >> 2, j = s & 3u;
+        u64 at = sh.key[16u * i + 2u * t + (j & 1u) + 8u * (j >> 1)] + offset;
+        v[i][j] = fn_ld_here(reinterpret_cast<const uint4*>(at));
+    }
+};
+
+// Scores of this warp's 16 entries for Tiles * 8 heads.  Values are asked for as keys are used, in their registers.
 template <int Tiles>
-FN_DEVICE void scores(Shared& sh, const uint2 (&k0)[16], const uint2 (&k1)[16], u64 query, u32 group, u32 warp,
-                      u32 lane) {
+FN_DEVICE void scores(Shared& sh, const uint2 (&k0)[16], const uint2 (&k1)[16], const Values& from, uint4 (&v)[4][4],
+                      u32 warp, u32 lane) {
     u32 g = lane >> 2, t = lane & 3u;
     float d[Tiles][4];
-    u64 q[Tiles];
 #pragma unroll
-    for (u32 n = 0; n < Tiles; n++) {
-        u32 head = 8u * n + g < group ? 8u * n + g : 0u;  // columns beyond the group are not used
-        q[n] = query + head * (FN_HEAD * 2u) + 8u * t;
+    for (u32 n = 0; n < Tiles; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) d[n][i] = 0.f;
-    }
 #pragma unroll
     for (u32 s = 0; s < 16; s++) {
         u32 a[4] = {k0[s].x, k1[s].x, k0[s].y, k1[s].y};
 #pragma unroll
         for (u32 n = 0; n < Tiles; n++) {
-            uint2 w = load8(q[n], s);
+            uint2 w = sh.query[n][s][lane];
             u32 b[2] = {w.x, w.y};
             fn_mma_f16(d[n], a, b);
         }
+        from.ask(v, s);
     }
     u32 entry = 16u * warp + g;
 #pragma unroll
@@ -154,32 +166,38 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const u
 
     fn_wait_prior();
     if (!there) return;
-    if (chosen && tid < FN_PART) {
-        u32 p = fn_attended_token(entry, position, budget, sel + (size_t)r * budget);
-        sh.key[tid] = fn_key_at(pages, kv_offset, p, n_kv, kv_head);
-    }
+    u32 first = kv_head * group;  // the group's first query head
+    bool looks = chosen && tid < FN_PART;
+    u32 token = looks ? fn_attended_token(entry, position, budget, sel + (size_t)r * budget) : 0u;
+    fn_load_queries(sh.query, q16 + ((size_t)r * n_q + first) * FN_HEAD, group);
+    if (looks) sh.key[tid] = fn_key_at(pages, kv_offset, token, n_kv, kv_head);
     __syncthreads();
 
-    // All loads first: keys of the warp's 16 entries, values of its 64 dimensions.  Scores of absent entries are not
-    // used; their values are made zero, as 0 times an infinity would be NaN.
-    bool scoring = 16u * warp < live;
+    // All keys of the warp's 16 entries at once.  Scores of absent entries are not used; their values are made zero, as
+    // 0 times an infinity would be NaN.
     uint2 k0[16], k1[16];
     uint4 v[4][4];
     u64 low = sh.key[16u * warp + g] + 8u * t, high = sh.key[16u * warp + g + 8u] + 8u * t;
+    Values values_at{sh, fn_value_step(n_kv) + 128u * warp + 16u * g, t};
+    if (16u * warp < live) {
 #pragma unroll
-    for (u32 s = 0; s < 16; s++) {
-        k0[s] = load8(low, s);
-        k1[s] = load8(high, s);
-    }
-    __syncwarp();  // keys are needed first: keeps the loads of values behind theirs
-    u64 to_value = fn_value_step(n_kv) + 128u * warp + 16u * g;
-#pragma unroll
-    for (u32 s = 0; s < 4; s++)
-#pragma unroll
-        for (u32 j = 0; j < 4; j++) {
-            u64 at = sh.key[16u * s + 2u * t + (j & 1u) + 8u * (j >> 1)] + to_value;
-            v[s][j] = fn_ld(reinterpret_cast<const uint4*>(at));
+        for (u32 s = 0; s < 16; s++) {
+            k0[s] = load8(low, s);
+            k1[s] = load8(high, s);
         }
+        if (group <= 8u)
+            scores<1>(sh, k0, k1, values_at, v, warp, lane);
+        else
+            scores<2>(sh, k0, k1, values_at, v, warp, lane);
+    } else {
+#pragma unroll
+        for (u32 s = 0; s < 16; s++) values_at.ask(v, s);
+    }
+    __syncthreads();
+
+    weights(sh, live, group, warp, lane, part_m, part_l, ((size_t)r * n_q + first) * max_parts + part, max_parts);
+    __syncthreads();
+
     if (live < FN_PART) {
 #pragma unroll
         for (u32 s = 0; s < 4; s++)
@@ -187,20 +205,6 @@ FN_KERNEL((const FnRound* round, const FnRow* rows, const FnSlot* slots, const u
             for (u32 j = 0; j < 4; j++)
                 if (16u * s + 2u * t + (j & 1u) + 8u * (j >> 1) >= live) v[s][j] = make_uint4(0u, 0u, 0u, 0u);
     }
-
-    u32 first = kv_head * group;  // the group's first query head
-    u64 query = reinterpret_cast<u64>(q16 + ((size_t)r * n_q + first) * FN_HEAD);
-    if (scoring) {
-        if (group <= 8u)
-            scores<1>(sh, k0, k1, query, group, warp, lane);
-        else
-            scores<2>(sh, k0, k1, query, group, warp, lane);
-    }
-    __syncthreads();
-
-    weights(sh, live, group, warp, lane, part_m, part_l, ((size_t)r * n_q + first) * max_parts + part, max_parts);
-    __syncthreads();
-
     float* out = part_o + (((size_t)r * n_q + first) * max_parts + part) * FN_HEAD + 64u * warp;
     if (group <= 8u)
         values<1>(sh, v, live, out, (size_t)max_parts * FN_HEAD, group, lane);

@@ -14,6 +14,7 @@
 // Equality    bytes of qsa_attn followed by qsa_merge.
 // Reference   ref/attn.py.  Source: QSA step 6.
 #include "attn/pages.cuh"
+#include "attn/queries.cuh"
 #include "async.cuh"
 #include "exl3.cuh"
 #include "mma.cuh"
@@ -87,16 +88,6 @@ FN_DEVICE void copy_values(Shared& sh, u64 group, u32 step, u64 to_value, u32 li
             *reinterpret_cast<uint4*>(to) = make_uint4(0u, 0u, 0u, 0u);
     }
     fn_cp_async_commit();
-}
-
-// Queries of the group; heads beyond it are zero, and their sums not used.  16 bytes are half a k step.
-template <int Tiles> FN_DEVICE void load_queries(Shared& sh, const u16* from, u32 group) {
-    for (u32 i = threadIdx.x; i < 8u * Tiles * (FN_HEAD / 8u); i += FN_THREADS) {
-        u32 head = i / (FN_HEAD / 8u), half = i % (FN_HEAD / 8u);
-        uint4 w = make_uint4(0u, 0u, 0u, 0u);
-        if (head < group) w = fn_ldg(reinterpret_cast<const uint4*>(from) + i);
-        *reinterpret_cast<uint4*>(&sh.query[head / 8u][half / 2u][4u * (head & 7u) + 2u * (half & 1u)]) = w;
-    }
 }
 
 // Scores of the warp's 16 entries.
@@ -216,7 +207,7 @@ FN_DEVICE void attend(Shared& sh, const Attended& row, const u16* query, u32 gro
     u32 next = row.block(1u, lane), live = fn_min_u32(row.count, FN_PART);
     copy_keys(sh, here, step, live, warp, lane);
     copy_values(sh, here, step, to_value, live, warp, lane);
-    load_queries<Tiles>(sh, query, group);
+    fn_load_queries(sh.query, query, group);
     __syncthreads();
 
     float m = 0.f, l = 0.f;

@@ -78,7 +78,8 @@ FN_DEVICE void fn_slot_dot(const FnSlotDots& dots, u32 expert, u32 row, u32 slot
                            const u16* x, u32 x_stride, float* part, u32 part_stride, u32 unit_stride) {
     static_assert(FN_THREADS == FN_GEMV_THREADS, "a block is a pair of tiles");
     FnPlace place;
-    u32 lane = threadIdx.x & 31u, units_log2 = fn_dot_segments_log2(k, n, dots.segment_log2), n_units = n / 32u << units_log2;
+    u32 lane = threadIdx.x & 31u, units_log2 = fn_dot_segments_log2(k, n, dots.segment_log2);
+    u32 n_units = n / 32u << units_log2;
     u32 taken = fn_units_log2(n_units, gridDim.x), first_unit = place.pair << taken;
     u32 mine = fn_slot_with(dots, expert, row, slot), has = fn_ballot(mine != FN_NO_SLOT);
     bool first = (has & ((1u << (4u * (row & 7u))) - 1u)) == 0;

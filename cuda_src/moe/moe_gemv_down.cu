@@ -14,7 +14,8 @@
 FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const u16* x, float* part,
            u32 hidden, u32 n_slots, u32 width_cap)) {
     fn_let_next();
-    u32 n_rows = fn_ld_here(&round->n_rows), rows_cap = fn_ld_here(&round->rows_cap), row = blockIdx.z, slot = blockIdx.y;
+    u32 n_rows = fn_ld_here(&round->n_rows), rows_cap = fn_ld_here(&round->rows_cap);
+    u32 row = blockIdx.z, slot = blockIdx.y;
     u32 expert = fn_ld_here(&routes[(u64)row * n_slots + slot].expert);
     if ((row >= n_rows) | (rows_cap == 0) | (expert == 0xffffffffu)) {  // one branch: loads at once
         fn_wait_prior();

@@ -6,8 +6,8 @@
 // Launch      grid (blocks, 2 n_slots, rows_cap), block 64, any number of blocks: they share a dot's width / 32 *
 //             segments units of 32 outputs, 2^s units that follow each other to a block with the smallest s that
 //             does.  It does them for all of its row's eight that chose the same expert: the first of these.
-// Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, width, 1, FN_GU_SEGMENT_LOG2) segments.  Rows of an mma do not
-//             meet.
+// Arithmetic  order exl3_dot_v1, one leaf, fn_dot_segments(hidden, width, 1, FN_GU_SEGMENT_LOG2) segments.  Rows of an
+//             mma do not meet.
 // Equality    the same bytes as linear_gemv for the same operand, weights and segments.
 // Reference   ref/exl3.py decode_linear, ref/orders.py mma_chain.
 #include "moe/gemv_slot.cuh"
@@ -15,7 +15,8 @@
 FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, const u16* x, float* part,
            u32 hidden, u32 n_slots, u32 width_cap)) {
     fn_let_next();
-    u32 n_rows = fn_ld_here(&round->n_rows), rows_cap = fn_ld_here(&round->rows_cap), row = blockIdx.z, slot = blockIdx.y >> 1;
+    u32 n_rows = fn_ld_here(&round->n_rows), rows_cap = fn_ld_here(&round->rows_cap);
+    u32 row = blockIdx.z, slot = blockIdx.y >> 1;
     u32 expert = fn_ld_here(&routes[(u64)row * n_slots + slot].expert);
     if ((row >= n_rows) | (rows_cap == 0) | (expert == 0xffffffffu)) {  // one branch: loads at once
         fn_wait_prior();

@@ -45,7 +45,8 @@ FN_KERNEL((const FnRound* round, const FnRoute* routes, const FnLine* lines, con
     u32 n_rows = fn_ld_here(&round->n_rows), rows_cap = fn_ld_here(&round->rows_cap), first = warp;
     FnRoute route = {0, 0.f};
     Scales scales;
-    if (row < n_rows && first < n_slots) scales.ask(routes, lines, row * n_slots + first, 128u * block + 4u * lane, route);
+    if (row < n_rows && first < n_slots)
+        scales.ask(routes, lines, row * n_slots + first, 128u * block + 4u * lane, route);
 
     fn_wait_prior();
     if (row >= n_rows) return;

@@ -17,7 +17,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.exl3 import dot_segments
+from ..kernels.exl3 import (
+    GDN_IN_SEGMENT_INPUTS,
+    GU_SEGMENT_INPUTS,
+    OUT_SEGMENT_INPUTS,
+    SEGMENT_INPUTS,
+    dot_segments,
+)
 from .cases_attn_qsa import mma_bound
 from .cases_exl3 import Dot, make_weights, operand_rows, step_bound
 from .operands import F32_ULP, signed
@@ -107,8 +113,8 @@ def _rounded(x: F64, kind: str) -> F64:
 
 
 def _exl3_dot(shape: tuple[int, ...]) -> Made:
-    """A unit of a product of K inputs and N outputs: 4 rows, 32 outputs."""
-    k, n = shape[0] // dot_segments(shape[0], shape[1]), 128
+    """A unit of a product: K inputs, N outputs, fewest inputs of a unit.  4 rows, 32 outputs."""
+    k, n = shape[0] // dot_segments(shape[0], shape[1], least=shape[2]), 128
     x = operand_rows(1, f"x{shape}", 4, k).astype(np.float64)
     w = make_weights(1, f"w{shape}", Dot("exl3", "mul1", 3.0, k, n)).exact()[:32]
     products = (x[:, None] * w[None]).reshape(-1, k)
@@ -154,7 +160,18 @@ def _ple(shape: tuple[int, ...]) -> Made:
     return _terms((2 * -(-shape[0] // 512) + 8) * F32_ULP)(shape)
 
 
-_DOTS: Final = ((2560, 640), (640, 2560), (2560, 10240), (1024, 512), (512, 1024), (4096, 128), (10240, 320))
+# The published products by role (the last a leaf of an out-projection), then other lengths of units.
+_DOTS: Final = (
+    (2560, 640, GU_SEGMENT_INPUTS),
+    (640, 2560, SEGMENT_INPUTS),
+    (2560, 10240, GDN_IN_SEGMENT_INPUTS),
+    (10240, 320, SEGMENT_INPUTS),
+    (2560, 248320, SEGMENT_INPUTS),
+    (768, 2560, OUT_SEGMENT_INPUTS),
+    (1024, 512, SEGMENT_INPUTS),
+    (512, 1024, SEGMENT_INPUTS),
+    (4096, 128, SEGMENT_INPUTS),
+)
 _DOT: Final = Sum(
     "one cut to 25 bits of each of 16 products and the accumulator, and one of their sum to f32, a "
     "step of 16 inputs; nothing else in a unit",

@@ -177,6 +177,7 @@ class HostProcess:
         try:
             self._pipe.send((what, values))
         except OSError as error:
+            self._child.join(5)  # for its exit code
             raise RemoteError("the server's process has ended", exit_code=self._child.exitcode) from error
         return self._told(_STOP_S + _OPEN_S)
 

@@ -201,13 +201,13 @@ INDEX_SELECT: Final = KernelSpec(
 
 QSA_ATTN: Final = KernelSpec(
     name="qsa_attn", source="attn/qsa_attn.cu", order="qsa_attn_v1",
-    blocks_per_sm=3,
+    blocks_per_sm=4,
     args=(_ROUND, _ROWS, _SLOTS, Arg("q16", PTR, "(rows_cap, n_q, 256) f16", "r"),
           Arg("sel", PTR, "(rows_cap, budget) u32, read beyond the budget only", "r"), _KV_OFFSET,
           Arg("part_m", PTR, "(rows_cap, n_q, max_parts) f32", "w"),
           Arg("part_l", PTR, "(rows_cap, n_q, max_parts) f32", "w"),
           Arg("part_o", PTR, "(rows_cap, n_q, max_parts, 256) f32", "w"), _N_Q, _N_KV, _BUDGET, _MAX_PARTS),
-    grid="max_parts, n_kv, rows_cap", block=128, shared_bytes=7424,
+    grid="max_parts, n_kv, rows_cap", block=128, shared_bytes=15616,
     programmatic=True,
     settled=("round", "rows", "slots"),
     limits=limits_of("qsa_attn"),

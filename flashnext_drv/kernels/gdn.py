@@ -95,7 +95,7 @@ GDN_STEP: Final = KernelSpec(
     ),
     grid="4 n_v, rows_cap as runs",
     block=128,
-    blocks_per_sm=3,
+    blocks_per_sm=4,
     programmatic=True,
     constants=("a_log", "dt_bias"),
     settled=("round", "runs", "slots", "state_offset"),

@@ -209,7 +209,7 @@ QSA_ATTN: Final = (
                 "fn_min_u32(tid, live - 1u);\n",
                 "fn_min_u32(tid, live - 1u);\n    if (tid >= 32u) fn_delay();\n",
             ),
-            Edit(_ATTN, "    }\n    __syncthreads();\n\n    // All loads", "    }\n\n    // All loads"),
+            Edit(_ATTN, "    __syncthreads();\n\n    // All keys", "\n    // All keys"),
         ),
         cases=(
             "part_ends",
@@ -221,7 +221,11 @@ QSA_ATTN: Final = (
         "scores_barrier",
         "barrier",
         (
-            Edit(_ATTN, "    if (scoring) {\n", "    if (warp == 3u) fn_delay();\n    if (scoring) {\n"),
+            Edit(
+                _ATTN,
+                "    if (16u * warp < live) {\n",
+                "    if (warp == 3u) fn_delay();\n    if (16u * warp < live) {\n",
+            ),
             Edit(_ATTN, "    }\n    __syncthreads();\n\n    weights(", "    }\n\n    weights("),
         ),
         cases=(
@@ -254,6 +258,15 @@ QSA_ATTN: Final = (
         _ATTN,
         "        sh.e[h][j + 8u * i] = fn_f2h(e[i]);",
         "        sh.e[h][j + 8u * i] = fn_f2h(e[i]);\n        e[i] = fn_h2f(fn_f2h(e[i]));",
+    ),
+    _one(
+        "ninth_query",
+        "layout",
+        "attn/queries.cuh",
+        "u32 heads = group <= 8u ? 8u : 16u;",
+        "u32 heads = 8u;",
+        "grouped_12",
+        "group_9",
     ),
     _one("unscaled", "scale", _ATTN, "fn_mul(d[n][i], 0.0625f)", "d[n][i]"),
     _one(

@@ -94,7 +94,7 @@ def canonical_leaves(k: int) -> int:
     return next(leaves for leaves in (8, 4, 2, 1) if (k // 128) % leaves == 0)
 
 
-def _shared(prefix: str, k: int, n: int) -> Member:
+def _ranked(prefix: str, k: int, n: int) -> Member:
     """A projection that ranks could share by its inputs."""
     return Member(prefix, k, n, canonical_leaves(k), least=OUT_SEGMENT_INPUTS)
 
@@ -158,7 +158,7 @@ def _gdn(config: ModelConfig, i_layer: int) -> Iterator[Group]:
     )
     yield Group(
         f"L{i_layer}.gdn_out",
-        (_shared(f"{prefix}.out_proj", width, hidden),),
+        (_ranked(f"{prefix}.out_proj", width, hidden),),
         out="y",
     )
 
@@ -176,5 +176,5 @@ def _qsa(config: ModelConfig, i_layer: int) -> Iterator[Group]:
         ),
     )
     yield Group(
-        f"L{i_layer}.qsa_out", (_shared(f"{prefix}.o_proj", width, hidden),), out="y"
+        f"L{i_layer}.qsa_out", (_ranked(f"{prefix}.o_proj", width, hidden),), out="y"
     )
