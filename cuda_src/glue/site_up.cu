@@ -22,6 +22,7 @@
 namespace FN_NAMESPACE {
 const u32 TILES = FN_ROWS / 8;
 const u32 BATCH = TILES == 1 ? 20 : 10;  // 20: all of K at the published low rank of 320
+const u32 MIXED = FN_ROWS / 2;           // rows of a thread in the mix
 const u32 STRIDE = 20;                   // floats between rows: the lanes of a store hit different banks
 
 struct UpShared {
@@ -87,11 +88,11 @@ FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, c
     const uint4* a = reinterpret_cast<const uint4*>(linear->w.data) +
                      (u64)(stream * (hidden / 16u) + blockIdx.x) * steps * 32u + lane;
 
-    // In the mix a thread has stream j of channel c in rows half, half + 2, ...: what its first row needs is
-    // asked for before the dot.
+    // In the mix a thread has stream j of channel c in rows half, half + 2, ...: what they need is asked for before
+    // the dot.
     u32 j = threadIdx.x & 3u, i_channel = threadIdx.x >> 2 & 15u, half = threadIdx.x >> 6;
     u32 c = 16u * blockIdx.x + i_channel;
-    float weight = fn_ld(w + j * hidden + c), s = 0.f, scale = 0.f;
+    float weight = fn_ld(w + j * hidden + c), s[MIXED], scale[MIXED];
     auto ready = [&] {
         fn_wait_prior();
 #pragma unroll
@@ -99,9 +100,11 @@ FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, c
             u32 row = 8u * r + (lane >> 2);
             x[r] = row < n_rows ? operand + (u64)row * x_stride : nullptr;
         }
-        if (half < n_rows) {
-            s = fn_ld(streams + (u64)(4u * half + j) * hidden + c);
-            scale = fn_ld(rinv + 4u * half + j);
+#pragma unroll
+        for (u32 i = 0; i < MIXED; i++) {
+            u32 row = half + 2u * i;
+            s[i] = row < n_rows ? fn_ld(streams + (u64)(4u * row + j) * hidden + c) : 0.f;
+            scale[i] = row < n_rows ? fn_ld(rinv + 4u * row + j) : 0.f;
         }
     };
 
@@ -128,14 +131,13 @@ FN_KERNEL((const FnRound* round, const FnLinear* linear, const float* streams, c
         }
     }
     __syncthreads();
-    for (u32 row = half; row < n_rows; row += 2) {  // whole warps
-        if (row != half) {
-            s = fn_ld(streams + (u64)(4u * row + j) * hidden + c);
-            scale = fn_ld(rinv + 4u * row + j);
-        }
+#pragma unroll
+    for (u32 i = 0; i < MIXED; i++) {
+        u32 row = half + 2u * i;
+        if (row >= n_rows) return;  // whole warps
         float& g = shared.g[j][row][i_channel];
         g = fn_sigmoid(g);
-        shared.n[j][row][i_channel] = fn_mul(fn_mul(s, scale), fn_add(1.f, weight));
+        shared.n[j][row][i_channel] = fn_mul(fn_mul(s[i], scale[i]), fn_add(1.f, weight));
         __syncwarp();
         if (j == 0) {
             float sum = fn_mul(shared.g[0][row][i_channel], shared.n[0][row][i_channel]);

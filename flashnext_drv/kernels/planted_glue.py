@@ -134,7 +134,11 @@ _SITE_UP: Final = (
         "barrier",
         "barrier",
         (
-            Edit(_UP, "    __syncthreads();\n    for (u32 row = half;", "    for (u32 row = half;"),
+            Edit(
+                _UP,
+                "    __syncthreads();\n#pragma unroll\n    for (u32 i = 0; i < MIXED;",
+                "#pragma unroll\n    for (u32 i = 0; i < MIXED;",
+            ),
             Edit(
                 _UP,
                 "    for (u32 segment = 0; segment < segments; segment++) {\n        float d",
@@ -184,8 +188,8 @@ _SITE_UP: Final = (
         "padding_row",
         "stale",
         _UP,
-        "for (u32 row = half; row < n_rows; row += 2) {",
-        "for (u32 row = half; row <= n_rows; row += 2) {",
+        "if (row >= n_rows) return;  // whole warps",
+        "if (row > n_rows) return;",
     ),
     _one("no_low_half", "leaf", _UP, "fn_mma_bf16(d[r], w, lo);", ";", "bf16"),
     _one("gate_f16", "rounding", _UP, "g = fn_sigmoid(g);", "g = fn_h2f(fn_f2h(fn_sigmoid(g)));"),
