@@ -1,5 +1,5 @@
 // finish.cuh: outputs of a linear from the sums of its units, with many loads on their way at once: a launch
-// that finishes few rows is as long as its chain of loads.  Used by linear_finish.
+// that finishes few rows is as long as its chain of loads.  Used by linear_finish and gdn_conv.
 //
 //   FnUnits    four neighbouring outputs of all units: asked for, then summed
 //   FnFinish   a warp's block of 128 outputs: prepared ahead of fn_wait_prior, then row by row
@@ -12,39 +12,41 @@ FN_DEVICE float4 fn_add_quads(float4 a, float4 b) {
     return make_float4(fn_add(a.x, b.x), fn_add(a.y, b.y), fn_add(a.z, b.z), fn_add(a.w, b.w));
 }
 
-// part: of the four outputs' unit 0, 16-byte aligned; stride: floats between units, a multiple of 4.  One leaf:
+// part: of the four outputs' unit 0, 16-byte aligned; step: float4s between units, fewer than 2^32 in all.  One leaf:
 // MANY segments at a time.  More (at most 8): all leaves at a time, segment by segment, the first two at once.
-struct FnUnits {
+// LEAVES: there may be more than one.
+template <bool LEAVES> struct FnUnits {
     enum : u32 { MANY = 8 };
     const float4* at;
-    u64 step;
-    u32 leaves, segments;
-    float4 first[MANY], second[MANY];
+    u32 step, leaves, segments;
+    float4 first[MANY], second[LEAVES ? MANY : 1];
 
-    FN_DEVICE const float4* unit(u32 i) const {
-        return leaves == 1u ? at + i * step : at + (u64)i * segments * step;
-    }
-    FN_DEVICE void ask(const float* part, u32 n_leaves, u32 n_segments, u64 stride) {
-        at = reinterpret_cast<const float4*>(part), step = stride >> 2;
-        leaves = n_leaves, segments = n_segments;
-        u32 n = leaves == 1u ? segments : leaves;
+    FN_DEVICE void ask(const float* part, u32 n_leaves, u32 n_segments, u32 between) {
+        at = reinterpret_cast<const float4*>(part), step = between;
+        leaves = LEAVES ? n_leaves : 1u, segments = n_segments;
+        if (!LEAVES || leaves == 1u) {
 #pragma unroll
-        for (u32 i = 0; i < MANY; i++)
-            if (i < n) first[i] = fn_ld_here(unit(i));
+            for (u32 i = 0; i < MANY; i++)
+                if (i == 0u || i < segments) first[i] = fn_ld_here(at + i * step);
+            return;
+        }
 #pragma unroll
-        for (u32 i = 0; i < MANY; i++)
-            if (i < n && leaves != 1u && segments > 1u) second[i] = fn_ld_here(unit(i) + step);
+        for (u32 i = 0; i < MANY; i++) {
+            if (i < leaves) first[i] = fn_ld_here(leaf(i));
+            if (i < leaves && segments > 1u) second[i] = fn_ld_here(leaf(i) + step);
+        }
     }
+    FN_DEVICE const float4* leaf(u32 i) const { return at + i * (segments * step); }
     FN_DEVICE float4 sum() {
         float4 all = first[0];
-        if (leaves == 1u) {
+        if (!LEAVES || leaves == 1u) {
 #pragma unroll
             for (u32 i = 1; i < MANY; i++)
                 if (i < segments) all = fn_add_quads(all, first[i]);
             for (u32 from = MANY; from < segments; from += MANY) {
 #pragma unroll
                 for (u32 i = 0; i < MANY; i++)
-                    if (from + i < segments) first[i] = fn_ld_here(unit(from + i));
+                    if (from + i < segments) first[i] = fn_ld_here(at + (from + i) * step);
 #pragma unroll
                 for (u32 i = 0; i < MANY; i++)
                     if (from + i < segments) all = fn_add_quads(all, first[i]);
@@ -56,7 +58,7 @@ struct FnUnits {
             for (u32 i = 0; i < MANY; i++) {
                 if (i >= leaves) continue;
                 first[i] = fn_add_quads(first[i], second[i]);
-                if (s + 1u < segments) second[i] = fn_ld_here(unit(i) + (s + 1u) * step);
+                if (s + 1u < segments) second[i] = fn_ld_here(leaf(i) + (s + 1u) * step);
             }
         }
         all = fn_add_quads(first[0], first[1]);
@@ -69,12 +71,12 @@ struct FnUnits {
     }
 };
 
-// Outputs 128 block + 4 lane .. + 3 of a linear.  EXL3: n % 128 == 0.
-struct FnFinish {
+// Outputs 128 block + 4 lane .. + 3 of a linear.  EXL3: n % 128 == 0.  LEAVES: its sums may have more than one.
+template <bool LEAVES> struct FnFinish {
     u32 at, n;
     bool exl3, there, quads;
     float scale[4];
-    FnUnits units;
+    FnUnits<LEAVES> units;
 
     FN_DEVICE FnFinish(const FnLinear& linear, u32 block)
         : at(128u * block + 4u * (threadIdx.x & 31u)), n(linear.n), exl3(fn_is_exl3(linear.w)), there(at < n),
@@ -86,23 +88,26 @@ struct FnFinish {
     }
     // Behind fn_wait_prior; row < cap.
     FN_DEVICE void ask(const FnLinear& linear, u32 row, u32 cap) {
-        if (there && quads) units.ask(part(linear, row), linear.leaves, linear.segments, (u64)cap * n);
+        if (there && quads) units.ask(part(linear, row), linear.leaves, linear.segments, cap * (n >> 2));
     }
-    // v: of the row that was asked for; zero beyond n.
-    FN_DEVICE void values(const FnLinear& linear, u32 row, u32 cap, float (&v)[4]) {
+    // v: sums of the row that was asked for; zero beyond n.  Behind it the next row may be asked for.
+    FN_DEVICE void sum(const FnLinear& linear, u32 row, u32 cap, float (&v)[4]) {
         v[0] = v[1] = v[2] = v[3] = 0.f;
         if (there && quads) {
-            float4 sum = units.sum();
-            v[0] = sum.x, v[1] = sum.y, v[2] = sum.z, v[3] = sum.w;
+            float4 all = units.sum();
+            v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
         } else {
 #pragma unroll 1
-            for (u32 i = 0; i < 4u && at + i < n; i++) {
-                u64 stride = (u64)cap * n;
-                float sum = fn_sum_units(part(linear, row) + i, linear.leaves, linear.segments, stride);
-                v[0] = i == 0u ? sum : v[0], v[1] = i == 1u ? sum : v[1];
-                v[2] = i == 2u ? sum : v[2], v[3] = i == 3u ? sum : v[3];
+            for (u32 i = 0; i < 4u; i++) {
+                v[0] = v[1], v[1] = v[2], v[2] = v[3], v[3] = 0.f;
+                if (at + i < n)
+                    v[3] = LEAVES ? fn_sum_units(part(linear, row) + i, linear.leaves, linear.segments, (u64)cap * n)
+                                  : fn_sum_leaf(part(linear, row) + i, linear.segments, (u64)cap * n);
             }
         }
+    }
+    // v: sums, become outputs.
+    FN_DEVICE void rotate(const FnLinear& linear, float (&v)[4]) const {
         if (!exl3) return;
         fn_hadamard128(v);
 #pragma unroll
@@ -114,8 +119,13 @@ struct FnFinish {
             for (int i = 0; i < 4; i++) v[i] = fn_add(v[i], b[i]);
         }
     }
-    FN_DEVICE void store(const FnLinear& linear, u32 row, const float (&v)[4]) const {
-        float* out = reinterpret_cast<float*>(linear.out) + (u64)row * n + at;
+    FN_DEVICE void values(const FnLinear& linear, u32 row, u32 cap, float (&v)[4]) {
+        sum(linear, row, cap, v);
+        rotate(linear, v);
+    }
+    // to: of row 0.
+    FN_DEVICE void store(float* to, u32 row, const float (&v)[4]) const {
+        float* out = to + (u64)row * n + at;
         if (there && quads) {
             *reinterpret_cast<float4*>(out) = make_float4(v[0], v[1], v[2], v[3]);
         } else {

@@ -222,7 +222,7 @@ SUMS: Final[dict[str, Sum]] = {
         ((4,), (10,), (32,)),
         lambda shape: _squares(shape[0] * F32_ULP)(shape),
     ),
-    "gdn_conv": Sum("one product and three f32 fma", ((4,),), _terms(4.4 * F32_ULP)),
+    "gdn_conv": Sum("as linear_finish; then one product and three f32 fma", ((4,),), _terms(4.4 * F32_ULP)),
     "gdn_step": Sum(
         "one f32 fma a key row of a lane (32), 2 additions over lanes", ((128,),), _terms(34 * F32_ULP)
     ),

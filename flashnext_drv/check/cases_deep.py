@@ -17,8 +17,8 @@ from ..kernels.spec import Case
 from ..ref.orders import GENERATIONS, canonical, hadamard128, tree
 from .cases_exl3 import (
     Dot,
+    Linears,
     Weights,
-    _Launch,
     inputs,
     make_weights,
     operand_rows,
@@ -45,7 +45,7 @@ def _input(case: Case, seed: int) -> Operands:
 
 
 def _linear(case: Case, seed: int) -> Operands:
-    launch = _Launch(case, seed)
+    launch = Linears(case, seed)
     rows, cap = launch.rows, launch.cap
     weights, operands = [], []
     svh: dict[int, NDArray[np.float16]] = {}

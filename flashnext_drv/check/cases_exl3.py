@@ -37,9 +37,11 @@ from .operands import (
 
 __all__ = [
     "Dot",
+    "Linears",
     "Weights",
     "build",
     "check_unit",
+    "finished",
     "inputs",
     "make_weights",
     "operand_rows",
@@ -205,6 +207,33 @@ def _bf16_split(x: NDArray[np.float16]) -> tuple[NDArray[np.uint16], NDArray[np.
     return high, (rest.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
+def finished(
+    part: NDArray[Any], dot: Dot, svh: NDArray[np.float16] | None, bias: NDArray[np.float16] | None
+) -> tuple[NDArray[np.float32], NDArray[np.float64], NDArray[np.float64]]:
+    """Outputs (rows, N) from partial sums (units, rows, N): by the orders in fp32, by FP64, and by how much
+    the two may differ: units + 9 roundings of the block's sum of magnitudes (plain: units + 1 of the
+    output's own) and one of the bias."""
+    rows, wide = part.shape[1], part.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        split = part.reshape(dot.leaves, dot.segments, rows, dot.n)
+        sums = split[:, 0].copy()
+        for s in range(1, dot.segments):
+            sums = sums + split[:, s]
+        want, full = tree(sums), wide.sum(axis=0)
+        size = np.abs(wide).sum(axis=0) * (dot.units + 1) * F32_ULP
+        if svh is not None:
+            scale = svh.astype(np.float64)
+            want = hadamard128(want.reshape(rows, -1, 128)).reshape(rows, dot.n) * svh.astype(np.float32)
+            full = rotate64(full) * scale
+            magnitude = np.abs(wide).sum(axis=0).reshape(rows, -1, 128).sum(axis=-1) / np.sqrt(128.0)
+            size = np.repeat(magnitude, 128, axis=-1) * (dot.units + 9) * F32_ULP * np.abs(scale)
+        if bias is not None:
+            want = want + bias.astype(np.float32)
+            full = full + bias.astype(np.float64)
+            size = size + F32_ULP * (np.abs(full) + size)
+        return canonical(want), full, size
+
+
 # ---- cases -------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +247,7 @@ def build(name: str, case: Case, seed: int) -> Operands:
     }[name](case, seed)
 
 
-class _Launch:
+class Linears:
     """The linears of a case, and the arrays and addresses that their descriptors name."""
 
     def __init__(self, case: Case, seed: int) -> None:
@@ -264,7 +293,7 @@ class _Launch:
 
 def inputs(case: Case, seed: int, tiled: bool = False) -> Operands:
     """Operands of linear_input, or of deep_input, which makes tile images."""
-    launch = _Launch(case, seed)
+    launch = Linears(case, seed)
     rows, cap = launch.rows, launch.cap
     k_max = max(dot.k for dot in launch.dots)
     stride = k_max + 8
@@ -324,7 +353,7 @@ def inputs(case: Case, seed: int, tiled: bool = False) -> Operands:
 
 
 def _gemv(case: Case, seed: int) -> Operands:
-    launch = _Launch(case, seed)
+    launch = Linears(case, seed)
     rows, cap = launch.rows, launch.cap
     weights, operands = [], []
     for j, dot in enumerate(launch.dots):
@@ -365,7 +394,7 @@ def _gemv(case: Case, seed: int) -> Operands:
 
 
 def _finish(case: Case, seed: int) -> Operands:
-    launch = _Launch(case, seed)
+    launch = Linears(case, seed)
     rows, cap = launch.rows, launch.cap
     svh: dict[int, NDArray[np.float16]] = {}
     bias: dict[int, NDArray[np.float16]] = {}
@@ -388,33 +417,8 @@ def _finish(case: Case, seed: int) -> Operands:
             got, name = arrays[f"out{j}"], f"linear {j}: output"
             untouched(name, got[rows:])
             part = arrays[f"part{j}"][:, :rows]
-            with np.errstate(over="ignore", invalid="ignore"):
-                split = part.reshape(dot.leaves, dot.segments, rows, dot.n)
-                sums = split[:, 0].copy()
-                for s in range(1, dot.segments):
-                    sums = sums + split[:, s]
-                want, full = tree(sums), part.astype(np.float64).sum(axis=0)
-                size = np.abs(part.astype(np.float64)).sum(axis=0) * (dot.units + 1) * F32_ULP
-                if j in svh:
-                    scale = svh[j].astype(np.float64)
-                    want = hadamard128(want.reshape(rows, -1, 128)).reshape(rows, dot.n) * svh[j].astype(
-                        np.float32
-                    )
-                    full = rotate64(full) * scale
-                    magnitude = (
-                        np.abs(part.astype(np.float64)).sum(axis=0).reshape(rows, -1, 128).sum(axis=-1)
-                    )
-                    size = (
-                        np.repeat(magnitude / np.sqrt(128.0), 128, axis=-1)
-                        * (dot.units + 9)
-                        * F32_ULP
-                        * np.abs(scale)
-                    )
-                if j in bias:
-                    want = want + bias[j].astype(np.float32)
-                    full = full + bias[j].astype(np.float64)
-                    size = size + F32_ULP * (np.abs(full) + size)
-            same_bits(name, got[:rows], canonical(want))
+            want, full, size = finished(part, dot, svh.get(j), bias.get(j))
+            same_bits(name, got[:rows], want)
             if launch.data == "integers":
                 exact = part.astype(np.float64).sum(axis=0)
                 assert (got[:rows] == exact).all(), f"{name}: not the exact integers"

@@ -7,6 +7,7 @@ Called by check/contract.py.  Runs, slots and state: gdn_runs.py.  The prompt's 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from ..kernels.spec import Case
 from ..kernels.tables import FORMAT_F16, LINEAR, exl3_format
 from . import cases_gdn_deep
+from .cases_exl3 import Dot, Linears, finished, parse_linear
 from .contract import Operands
 from .gdn_runs import HEAD, OFFSET, Runs, run_lengths
 from .operands import (
@@ -30,6 +32,7 @@ from .operands import (
     round_table,
     row_order,
     rows_of,
+    same_bits,
     sigmoid64,
     signed,
     to_tiles,
@@ -51,27 +54,50 @@ def build(name: str, case: Case, seed: int) -> Operands:
 
 
 def _gdn_conv(case: Case, seed: int) -> Operands:
-    channels = case.int("channels")
+    """Runs over the linears of a launch; the first one's outputs are the inputs of the convolution."""
+    special = case.dims.get("special")
+    channels = parse_linear(str(case["linears"]).split(";")[0]).n
     runs = Runs(case, seed, (3, channels), np.float16)
+    launch = Linears(Case(case.name, {**case.dims, "rows": runs.n_rows}), seed)
     w = signed(seed, "w", (channels, 4), 1.0)
     tails = [signed(seed, f"tail{q}", (3, channels), 4.0).astype(np.float16) for q in runs.sequences]
     for i, tail in enumerate(tails):
         runs.fill(i, tail)
 
-    def inputs(sequence: int) -> NDArray[Any]:
-        x = signed(seed, f"x{sequence}", (N_ROWS, channels), 4.0)
-        if case.dims.get("special") == "nonfinite" and sequence == 0:
-            x[1, 3], x[2, 4], x[0, 5] = np.nan, np.float32(1e6), -np.inf
-        if case.dims.get("special") == "midpoints":
-            x = midpoints(seed, f"x{sequence}", (N_ROWS, channels))
-        return x
+    def sums(sequence: int, j: int, dot: Dot) -> NDArray[Any]:
+        name, shape = f"part{j}.{sequence}", (N_ROWS, dot.units, dot.n)
+        part = midpoints(seed, name, shape) if special == "midpoints" else signed(seed, name, shape, 4.0)
+        if special == "nonfinite" and sequence == 0 and j == 0:
+            part[1, 0, 3], part[2, -1, 4], part[0, 0, 5] = np.nan, np.float32(1e6), -np.inf
+        return part
 
-    x_in = runs.rows(inputs)
+    parts: list[NDArray[Any]] = []
+    svh: dict[int, NDArray[np.float16]] = {}
+    bias: dict[int, NDArray[np.float16]] = {}
+    for j, dot in enumerate(launch.dots):
+        parts.append(np.ascontiguousarray(runs.rows(partial(sums, j=j, dot=dot)).swapaxes(0, 1)))
+        launch.point(j, f"part{j}", parts[j], "part")
+        if dot.dtype == "exl3":
+            svh[j] = launch.vector(j, "svh", dot.n, "w", "svh")
+        if dot.bias:
+            bias[j] = launch.vector(j, "bias", dot.n, "bias")
+        launch.point(j, f"out{j}", poisoned_rows(runs.cap, dot.n), "out")
 
     def expect(got: Arrays) -> None:
+        x = np.zeros((0, channels), np.float32)
+        for j, dot in enumerate(launch.dots):
+            want, full, size = finished(parts[j][:, : runs.n_rows], dot, svh.get(j), bias.get(j))
+            if not (special == "nonfinite" and j == 0):
+                near(f"linear {j} (FP64)", want, full, size)
+            if j:
+                same_bits(f"linear {j}: output", got[f"out{j}"][: runs.n_rows], want)
+                untouched(f"linear {j}: output", got[f"out{j}"][runs.n_rows :])
+            else:
+                x = want
+                untouched("output of the first linear", got["out0"])
         for i, span in enumerate(runs.spans()):
             with np.errstate(over="ignore", invalid="ignore"):
-                f = np.concatenate([tails[i], x_in[span].astype(np.float16)])
+                f = np.concatenate([tails[i], x[span].astype(np.float16)])
                 n = runs.lengths[i]
                 terms = np.stack(
                     [w[:, j].astype(np.float64) * f[j : j + n].astype(np.float64) for j in range(4)]
@@ -85,16 +111,21 @@ def _gdn_conv(case: Case, seed: int) -> Operands:
                     want,
                     size * 4.4 * F32_ULP + np.nan_to_num(np.abs(want)) * 8 * F32_ULP,
                 )
-            tail = runs.read(got["state"], i)
-            near("tail", tail, f[n:], 0.0)
+            near("tail", runs.read(got["state"], i), f[n:], 0.0)
         untouched("out", got["out"][runs.n_rows :])
 
     return Operands(
-        arrays={**runs.arrays(), "x": x_in, "w": w, "out": poisoned_rows(runs.cap, channels)},
+        arrays={
+            **launch.arrays,
+            **runs.arrays(),
+            "linears": launch.table,
+            "w": w,
+            "out": poisoned_rows(runs.cap, channels),
+        },
         scalars={"tail_offset": OFFSET, "channels": channels},
-        grid=(-(-channels // 128), runs.cap, 1),
-        relocations=runs.relocations(),
-        outputs=("out", "state"),
+        grid=(-(-max(dot.n for dot in launch.dots) // 512), len(launch.dots), runs.cap),
+        relocations=[*launch.relocations, *runs.relocations()],
+        outputs=("out", *(f"out{j}" for j in range(len(launch.dots))), "state"),
         expect=expect,
     )
 

@@ -14,9 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.spec import Case
+from ..kernels.tables import FORMAT_F16, LINEAR
 from .contract import Operands, Ran
 from .gdn_runs import HEAD, OFFSET, Arrays, Runs
-from .operands import F32_ULP, midpoints, near, poisoned_rows, sigmoid64, signed, untouched
+from .operands import (
+    F32_ULP,
+    field_at,
+    linear_table,
+    midpoints,
+    near,
+    poisoned_rows,
+    sigmoid64,
+    signed,
+    untouched,
+)
 from .pairing import Pair, Then, Turned
 
 __all__ = ["BUILDERS", "PAIRS"]
@@ -226,9 +237,15 @@ def _then_scan(given: Operands, ran: Ran) -> Operands:
 
 
 def _as_conv(case: Case, given: Operands, ran: Ran) -> Turned:
-    """gdn_conv on the case of gdn_deep_input; o and the slots' memory are compared after gdn_step."""
-    channels, cap = int(given.scalars["channels"]), len(given.arrays["x"])
-    operands = replace(given, grid=(channels // HEAD, cap, 1), outputs=("out", "state"))
+    """gdn_conv on the case of gdn_deep_input: x is the one unit of a plain linear, so its output too; o and
+    the slots' memory are compared after gdn_step."""
+    table = linear_table(1)
+    table["n"] = channels = int(given.scalars["channels"])
+    table["k"], table["leaves"], table["segments"], table["w"]["format"] = 16, 1, 1, FORMAT_F16
+    operands = replace(
+        given, arrays={**given.arrays, "linears": table},
+        relocations=[*given.relocations, ("linears", field_at(LINEAR, "part"), "x", 0)],
+        grid=(-(-channels // 512), 1, len(given.arrays["x"])), outputs=("out", "state"))
     return operands, lambda step: [(name, ran.found[name], step.found[name]) for name in ("o", "state")]
 
 

@@ -30,44 +30,60 @@ def _case(name: str, **dims: int | float | str) -> Case:
     return Case(name, {"runs": "1", "rows_cap": 16, **dims})
 
 
+def _conv(name: str, linears: str, **dims: int | str) -> Case:
+    """linears: as the cases of kernels/exl3.py have them; the first one is convolved."""
+    return _case(name, linears=linears, **dims)
+
+
+# q, k, v, then z, a, b of the published layer.
+_REAL: Final = "mul1_3 2560x10240:2; mul1_3 2560x6144:2; f16 2560x48:8; f16 2560x48:8"
+
 GDN_CONV: Final = KernelSpec(
     name="gdn_conv",
     source="gdn/gdn_conv.cu",
-    order="gdn_conv_v1",
+    order="gdn_conv_v1, part_sum_v1, hadamard",
     args=(
         _ROUND,
         _RUNS,
         _SLOTS,
-        Arg("x", PTR, "(rows_cap, channels) f32", "r"),
+        Arg("linears", PTR, "FnLinear[]: the first is convolved, the others' out written", "r"),
         Arg("w", PTR, "(channels, 4) f32, oldest tap first", "r"),
         Arg("tail_offset", U64, "bytes from slot.recurrent to the tail, f16 (3, channels), oldest first"),
         Arg("out", PTR, "(rows_cap, channels) f32", "w"),
-        Arg("channels", U32, "2 n_k 128 + n_v 128"),
+        Arg("channels", U32, "outputs of linear 0: 2 n_k 128 + n_v 128"),
     ),
-    grid="ceil(channels / 128), rows_cap as runs",
+    grid="ceil(n_max / 512), n_linears, rows_cap as runs of linear 0, as rows of others",
     block=128,
+    blocks_per_sm=4,
     programmatic=True,
-    constants=("w",),
+    constants=("linears", "w"),
     settled=("round", "runs", "slots", "tail_offset"),
     limits=limits_of("gdn_conv"),
     reference="gdn.causal_conv",
-    rows={"x": 0, "out": 0},
+    rows={"part*": 1, "out*": 0},
     exempt={"order": "gdn_deep_input and gdn_scan are compared with gdn_conv and gdn_step",
             "integers": "passes through silu: integers have no exact answer"},
     controls=planted.GDN_CONV,
     bound=(
-        "From the inputs rounded to f16: four roundings of 2^-24 times sum |w f|, slope 1.1 of silu, 3 ulp "
-        "of silu. The tail is exact."
+        "Linears other than the first: bytes, and FP64 as linear_finish. The first, from its outputs rounded "
+        "to f16 (bytes of the order, FP64 as linear_finish and half an f16 ulp: the tail shows them): four "
+        "roundings of 2^-24 times sum |w f|, slope 1.1 of silu, 3 ulp of silu."
     ),
     cases=(
-        _case("one_row", channels=640),
-        _case("decode_seven", channels=640, runs="1,1,1,1,1,1,1"),
-        _case("window", channels=640, runs="5"),
-        _case("mixed_runs", channels=1280, runs="3,1,2,7,3"),
-        _case("sixteen", channels=200, runs="16"),
-        _case("real_width", channels=10240, runs="1,2"),
-        _case("nonfinite", channels=640, runs="5,1", special="nonfinite"),
-        _case("midpoints", channels=640, runs="5,1", special="midpoints"),
+        _conv("one_row", "f16 16x640"),
+        _conv("decode_seven", "f16 16x640", runs="1,1,1,1,1,1,1"),
+        _conv("window", "f16 16x640", runs="5"),
+        _conv("mixed_runs", "f16 16x1280; f16 16x640; bf16 16x5", runs="3,1,2,7,3"),
+        _conv("sixteen", "f16 16x200; f16 16x640; f16 16x4", runs="16"),
+        _conv("odd_width", "f16 512x203; bf16 16x130", runs="5,1", rows_cap=7),
+        _conv("real_width", _REAL, runs="1,2", rows_cap=4),
+        _conv("real_sixteen", _REAL, runs="7,1,8"),
+        _conv("units", "mul1_3 1024x384:7; mcg_4 512x128:8+bias; f16 8192x129; f16 512x8:9", runs="3,1",
+              rows_cap=5),
+        _conv("many_units", "mul1_2.5 8192x256+bias; f16 8192x12", runs="4,2", rows_cap=6),
+        _conv("nonfinite", "f16 16x640; f16 16x4", runs="5,1", special="nonfinite"),
+        _conv("nonfinite_rotated", "mul1_3 512x256; f16 16x4", runs="5,1", special="nonfinite"),
+        _conv("midpoints", "f16 16x640", runs="5,1", special="midpoints"),
     ),
 )
 

@@ -191,8 +191,8 @@ LINEAR_FINISH: Final = (
         "segments_falling",
         "order",
         _FINISH,
-        "if (i < n) first[i] = fn_ld_here(unit(i));",
-        "if (i < n) first[i] = fn_ld_here(unit(leaves == 1u ? n - 1u - i : i));",
+        "first[i] = fn_ld_here(at + i * step);",
+        "first[i] = fn_ld_here(at + (segments - 1u - i) * step);",
         "segments",
     ),
     _one(

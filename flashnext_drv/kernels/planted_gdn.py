@@ -13,6 +13,7 @@ from .spec import Control, Edit
 __all__ = ["GDN_CONV", "GDN_DEEP_INPUT", "GDN_GATE_INPUT", "GDN_SCAN", "GDN_STEP"]
 
 _CONV: Final = "gdn/gdn_conv.cu"
+_FINISH: Final = "exl3/finish.cuh"
 _STEP: Final = "gdn/gdn_step.cu"
 _GATE: Final = "gdn/gdn_gate_input.cu"
 _UNIT: Final = "gdn/unit.cuh"
@@ -29,29 +30,38 @@ GDN_CONV: Final = (
         "split",
         "contraction",
         _CONV,
-        "v = fn_fma(tap.w, fn_h2f(h3), v);",
-        "v = fn_add(fn_mul(tap.w, fn_h2f(h3)), v);",
+        "v = fn_fma(tap[i].w, f[3][i], v);",
+        "v = fn_add(fn_mul(tap[i].w, f[3][i]), v);",
+        "window",
+        "sixteen",
     ),
-    _one("oldest_tap", "leaf", _CONV, "float v = fn_mul(tap.x, fn_h2f(h0));", "float v = 0.f;"),
-    _one(
-        "rounded_twice", "rounding", _CONV, "u16 h3 = fn_f2h(next);", "u16 h3 = fn_f2h(fn_b2f(fn_f2b(next)));"
-    ),
-    _one(
-        "ties_away",
-        "tie",
-        _CONV,
-        "u16 h3 = fn_f2h(next);",
-        "u16 h3 = fn_f2h(fn_u2f(fn_f2u(next) + 1u));",
-        "midpoints",
-    ),
-    _one("old_tail", "stale", _CONV, "tail[0] = h0;", "tail[0] = h1;"),
-    _one(
-        "last_row",
-        "tail",
-        _CONV,
-        "for (u32 r = 0; r < run.n_rows; r++) {",
-        "for (u32 r = 0; r + 1u < run.n_rows; r++) {",
-    ),
+    _one("oldest_tap", "leaf", _CONV, "float v = fn_mul(tap[i].x, f[0][i]);", "float v = 0.f;"),
+    _one("rounded_twice", "rounding", _CONV, "    uint2 newest =",
+         "    for (int i = 0; i < 4; i++) x[i] = fn_b2f(fn_f2b(x[i]));\n    uint2 newest ="),
+    _one("ties_away", "tie", _CONV, "    uint2 newest =",
+         "    for (int i = 0; i < 4; i++) x[i] = fn_u2f(fn_f2u(x[i]) + 1u);\n    uint2 newest =",
+         "midpoints"),
+    _one("old_tail", "stale", _CONV, "    before[2] = newest;", "    before[2] = before[1];"),
+    _one("last_row", "tail", _CONV, "end = conv ? row + run.n_rows : row + 1u;",
+         "end = conv ? row + run.n_rows - 1u : row + 1u;"),
+    _one("row_again", "stale", _CONV, "finish.ask(linear, row + 1u, cap);", "finish.ask(linear, row, cap);",
+         "window", "real_width"),
+    _one("rows_as_runs", "index", _CONV, "place >= (conv ? now.n_runs : now.n_rows)", "place >= now.n_runs",
+         "mixed_runs"),
+    _one("padding_row", "stale", _CONV, "place >= (conv ? now.n_runs : now.n_rows)",
+         "place >= now.n_runs + (conv ? 0u : now.n_rows)", "real_width"),
+    _one("first_linear", "index", _CONV, "linears[blockIdx.y];", "linears[0];", "mixed_runs"),
+    _one("first_block", "layout", _CONV, "u32 c = 128u * block +", "u32 c = 128u * (block & 3u) +",
+         "mixed_runs"),
+    _one("last_channel", "tail", _CONV, "if (i < n) at[i] =", "if (i + 1u < n) at[i] =", "odd_width"),
+    _one("not_rotated", "leaf", _CONV, "        finish.rotate(linear, v);\n",
+         "        if (!conv) finish.rotate(linear, v);\n", "real_width"),
+    _one("segments_falling", "order", _FINISH, "first[i] = fn_ld_here(at + i * step);",
+         "first[i] = fn_ld_here(at + (segments - 1u - i) * step);", "units"),
+    _one("later_segments", "leaf", _FINISH, "from < segments; from += MANY", "from < MANY; from += MANY",
+         "many_units"),
+    _one("unscaled", "scale", _FINISH, "v[i] = fn_mul(v[i], scale[i]);",
+         "v[i] = fn_mul(fn_mul(v[i], 11.3137085f), scale[i]);", "real_width"),
 )
 
 GDN_STEP: Final = (

@@ -70,7 +70,7 @@ class Group:
 
     name: stem of the device table.  x: scratch span of the operand: "x" is shared and has a place for each
     member, any other holds one operand that the kernel in front writes.  out: where finished outputs go ("" =
-    not finished by linear_finish; "y", "logits" = that buffer; "out" = the shared output scratch).
+    not finished in memory; "y", "logits" = that buffer; "out" = the shared output scratch).
     """
 
     name: str

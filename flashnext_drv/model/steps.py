@@ -206,18 +206,18 @@ def _gemv(layout: Layout, group: str) -> Iterator[Step]:
     )
 
 
-def _finish(layout: Layout, group: str) -> Iterator[Step]:
+def _finish_grid(layout: Layout, group: str) -> tuple[int | str, ...]:
     members = layout.groups[group].members
-    yield Step(
-        "linear_finish",
-        (-(-max(m.n for m in members) // 512), len(members), "rows"),
-        {"linears": f"{group}.linears"},
-        group,
-    )
+    return -(-max(m.n for m in members) // 512), len(members), "rows"
 
 
-def _linears(layout: Layout, group: str, x: str, x_stride: int) -> Iterator[Step]:
-    """Operands, products and finished outputs of a group whose input row is the f32 span `x`."""
+def _finish(layout: Layout, group: str) -> Iterator[Step]:
+    yield Step("linear_finish", _finish_grid(layout, group), {"linears": f"{group}.linears"}, group)
+
+
+def _linears(layout: Layout, group: str, x: str, x_stride: int, finish: bool = True) -> Iterator[Step]:
+    """Operands, products and finished outputs of a group whose input row is the f32 span `x`; finish: False
+    where the next kernel finishes them itself."""
     members = layout.groups[group]
     yield Step(
         "linear_input",
@@ -226,22 +226,23 @@ def _linears(layout: Layout, group: str, x: str, x_stride: int) -> Iterator[Step
         group,
     )
     yield from _gemv(layout, group)
-    yield from _finish(layout, group)
+    if finish:
+        yield from _finish(layout, group)
 
 
 def _gdn(layout: Layout, i_layer: int) -> Iterator[Step]:
     c, stem, geometry = layout.config, f"L{i_layer}", layout.recurrent
     group = f"{stem}.gdn_in"
-    yield from _linears(layout, group, "m", c.hidden)
-    qkv, z, a, b = (f"out+{offset}" for offset in layout.member_offsets(group)[2])
+    yield from _linears(layout, group, "m", c.hidden, finish=False)
+    _, z, a, b = (f"out+{offset}" for offset in layout.member_offsets(group)[2])
     channels, n_k, n_v = c.gdn_channels, c.gdn_key_heads, c.gdn_value_heads
+    state: dict[str, Value] = {"runs": "runs", "slots": "slots"}
     yield Step(
         "gdn_conv",
-        (-(-channels // 128), "rows"),
+        _finish_grid(layout, group),
         {
-            "runs": "runs",
-            "slots": "slots",
-            "x": qkv,
+            **state,
+            "linears": f"{group}.linears",
             "w": f"{stem}.gdn.conv",
             "out": "conv",
             "tail_offset": geometry.tail[i_layer],
@@ -253,8 +254,7 @@ def _gdn(layout: Layout, i_layer: int) -> Iterator[Step]:
         "gdn_step",
         (n_v * 4, "rows"),
         {
-            "runs": "runs",
-            "slots": "slots",
+            **state,
             "qkv": "conv",
             "a": a,
             "b": b,

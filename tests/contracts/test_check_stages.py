@@ -120,8 +120,8 @@ def test_selection_moves_rows_and_tables_together() -> None:
     assert part.order == (6, 7, 8, 9, 10, 11, 12, 0, 1, 2)
     runs = part.operands.arrays["runs"]
     assert runs["n_rows"].tolist()[:2] == [7, 3] and runs["first_row"].tolist()[:2] == [0, 7]
-    assert part.operands.arrays["x"].shape[0] == 10 == part.operands.grid[1]
-    assert (part.operands.arrays["x"] == given.arrays["x"][list(part.order)]).all()
+    assert part.operands.arrays["part0"].shape[1] == 10 == part.operands.grid[2]
+    assert (part.operands.arrays["part0"] == given.arrays["part0"][:, list(part.order)]).all()
 
 
 def test_every_kernel_claims_fp32_sums_or_says_why_not() -> None:

@@ -73,7 +73,7 @@ def test_first_mixer_rounds_where_the_contract_says(
         def observe(launch: Launch) -> None:
             nonlocal finished
             finished += launch.name == "linear_finish"
-            if launch.name == "linear_finish" and finished == 2:  # gdn_in, then gdn_out of layer 0
+            if launch.name == "linear_finish" and finished == 1:  # gdn_out of layer 0
                 row = np.empty(engine.config.hidden, np.float32)
                 copy_to_host(rank.stream, row, rank.work["y"].sub(0, row.nbytes))
                 rows.append(row)
