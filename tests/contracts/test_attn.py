@@ -127,6 +127,18 @@ def test_scores_have_the_bits_of_their_order(device: contract.CheckDevice, kerne
         assert raw(score[r, :seen]) == raw(want), f"row {r}"
 
 
+@pytest.mark.parametrize("position", [5, 20, 40, 55])
+def test_absent_values_are_zero_in_every_step(device: contract.CheckDevice, position: int) -> None:
+    """Absent entries have the last token's value, an infinity here: 0 times it would be NaN."""
+    run(device, "qsa_attn", variant("qsa_attn", "nonfinite_last", rows=f"0:{position}", budget=64))
+
+
+def test_nothing_is_read_behind_the_last_page(device: contract.CheckDevice) -> None:
+    """The row's last token ends its page and half of its one part is absent: an absent entry's token would
+    lie on a page that the sequence does not have."""
+    run(device, "qsa_attn", variant("qsa_attn", "one", rows="0:63", budget=8))
+
+
 @pytest.mark.parametrize("name", ["part_ends", "budget_edges", "group_9", "nonfinite", "large"])
 def test_qsa_attn_has_the_bits_of_its_order(device: contract.CheckDevice, name: str) -> None:
     case = find("qsa_attn", name)
